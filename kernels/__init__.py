@@ -1,0 +1,1 @@
+"""Triton kernels and, beside each, its plain PyTorch reference (imported as ``repro.kernels``)."""
