@@ -1,0 +1,104 @@
+"""What a generated task is: a prompt, what should follow it, and the exact answer.
+
+Tasks measure what perplexity hides: whether a model at some precision still gets a
+whole answer right.  Each is a pure function of ``(seed, level)``; level 1 is the
+easiest.  ``completion`` is what training shows after the prompt, working included;
+``answer`` is the part of it that counts.  Training uses seeds below ``EVAL_SEED``,
+evaluation uses seeds from there on, and a test checks that no evaluation prompt
+occurs in the training text.
+
+To add a task, copy one file of this folder and list its ``TASK`` in ``__init__.py``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from repro.errors import unknown_name
+
+EVAL_SEED = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class TaskItem:
+    """One question with what should follow it; ``prompt + completion`` is a training text.
+
+    ``mark`` stands before the answer in the completion (``Answer: ``); empty when the first
+    line of the completion is the answer.  A prompt never ends in white space: a tokenizer
+    may join it with what follows, and the model would be asked in tokens it never saw.
+    """
+
+    task: str
+    level: int
+    prompt: str
+    completion: str
+    mark: str = ""
+
+    @property
+    def answer(self) -> str:
+        """The part of ``completion`` that is compared."""
+        return extract_answer(self.completion, self.mark)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A family of items.
+
+    Attributes:
+        name: how it is called on the command line and in records.
+        levels: what each level means, e.g. ``{1: "2 steps"}``.
+        make: ``make(rng, level) -> TaskItem``.
+        max_new_tokens: enough for the longest completion of the hardest level.
+        domain: the workload domain it belongs to (text, math or code).
+        make_training: a denser training text, if one item teaches too little per token.
+        training_weight: share in the task mixture of the training recipe.
+    """
+
+    name: str
+    levels: dict[int, str]
+    make: Callable[[random.Random, int], TaskItem]
+    max_new_tokens: int
+    domain: str
+    make_training: Callable[[random.Random, int], str] | None = None
+    training_weight: float = 1.0
+
+    def items(self, n: int, *, level: int, seed: int = EVAL_SEED) -> list[TaskItem]:
+        """``n`` different items of one level.
+
+        Raises:
+            UnknownNameError: the task has no such level.
+        """
+        if level not in self.levels:
+            raise unknown_name(f"level of task {self.name!r}", level, map(str, self.levels))
+        rng = random.Random(f"{self.name}-{level}-{seed}")
+        found: dict[str, TaskItem] = {}
+        for _ in range(50 * n):
+            item = self.make(rng, level)
+            found.setdefault(item.prompt, item)
+            if len(found) == n:
+                break
+        return list(found.values())
+
+    def training_text(self, rng: random.Random, level: int) -> str:
+        """One training document of this task."""
+        if self.make_training is not None:
+            return self.make_training(rng, level)
+        item = self.make(rng, level)
+        return item.prompt + item.completion
+
+
+def extract_answer(generated: str, mark: str) -> str:
+    """The answer in a generated completion; empty when the mark never comes.
+
+    What follows the first ``mark`` on its line, without a mark the first line; leading
+    spaces count.  A model may go on with another question, so later text does not.
+    """
+    rest = generated.partition(mark)[2] if mark else generated
+    return rest.split("\n", 1)[0].rstrip()
+
+
+def is_correct(item: TaskItem, generated: str) -> bool:
+    """Exact match of the extracted answer."""
+    return extract_answer(generated, item.mark) == item.answer
