@@ -1,0 +1,210 @@
+"""What DynaExq claims, each with the tolerance under which we call it reproduced.
+
+One idea: a claim is a question to the records with the answer fixed beforehand.  The
+tolerances stand beside the checks, in the modules ``checks_*``, and are printed with the
+verdict.
+
+A claim that is ``required`` must hold on every model and workload that was measured.
+Others repeat the paper's literal numbers, which need not carry over to other models; they
+are shown and do not decide.  What is not measured is said to be so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from repro.reporting import checks_activation as act
+from repro.reporting import checks_heavy_tail as heavy
+from repro.reporting import checks_models as sizes
+from repro.reporting.checks import Case
+from repro.reporting.records import Record
+
+Verdict = Literal["pass", "fail", "not measured"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence of the paper in our words, the tolerance in words, and its check."""
+
+    code: str
+    source: str
+    sentence: str
+    tolerance: str
+    check: Callable[[Sequence[Record]], Iterable[Case]]
+    required: bool = True
+    needs: str = ""  # what would have to be measured first, when nothing is
+
+
+@dataclass(frozen=True)
+class Result:
+    """A claim with its verdict and what was found."""
+
+    claim: Claim
+    verdict: Verdict
+    found: str
+    n_cases: int
+    n_holding: int
+
+    @property
+    def decides(self) -> bool:
+        """Whether this result makes ``verify`` fail."""
+        return self.claim.required and self.verdict == "fail"
+
+
+def evaluate(claim: Claim, records: Sequence[Record]) -> Result:
+    """Check one claim against the records."""
+    cases = list(claim.check(records))
+    holding = sum(case.holds for case in cases)
+    if not cases:
+        return Result(claim, "not measured", claim.needs or "no record yet", 0, 0)
+    worst = min(cases, key=lambda case: (case.holds, case.margin))
+    verdict: Verdict = "pass" if holding == len(cases) else "fail"
+    found = f"{holding} of {len(cases)} hold; closest to failing: {worst.name}: {worst.found}"
+    if verdict == "fail":
+        found = f"{holding} of {len(cases)} hold; worst: {worst.name}: {worst.found}"
+    return Result(claim, verdict, found, len(cases), holding)
+
+
+def _nothing(records: Sequence[Record]) -> Iterator[Case]:
+    """Not measured yet: no record can answer."""
+    yield from ()
+
+
+CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        "O1.1",
+        "Table 1",
+        "One decoded token activates exactly k of a layer's E experts.",
+        "equal to k/E",
+        act.one_token_is_exact,
+    ),
+    Claim(
+        "O1.2",
+        "Observation 1, Table 1",
+        "Decode activates more experts as the batch grows.",
+        f"no step down by more than {act.STEP_PP} points, batch {act.LARGE_BATCH} at least "
+        f"{act.GROWTH:.0f} x batch 1",
+        act.grows_with_batch,
+    ),
+    Claim(
+        "O1.3",
+        "Table 1",
+        "Decode stays below what independent uniform routing would activate.",
+        f"at most {act.ABOVE_BOUND_PP} points above the bound at every batch size",
+        act.below_uniform,
+    ),
+    Claim(
+        "O1.4",
+        "Observation 1, Table 2",
+        "Prefill is dense: at batch 32 nearly every expert is needed.",
+        f"at least {act.DENSE_PERCENT:.0f} %",
+        act.prefill_is_dense,
+    ),
+    Claim(
+        "O1.5",
+        "Observation 1, Tables 1 and 2",
+        "Prefill activates more experts than decode at the same batch size.",
+        f"nowhere less by more than {act.STEP_PP} points",
+        act.prefill_above_decode,
+    ),
+    Claim(
+        "O1.6",
+        "Observation 1",
+        "Prefill activates more experts as prompts grow longer.",
+        f"no step down by more than {act.STEP_PP} points, and a rise from the shortest to the "
+        "longest prompt unless all experts are reached at once",
+        act.grows_with_prompt,
+    ),
+    Claim(
+        "O1.7",
+        "Observation 1, Figure 1",
+        "Under offloading, dense activation makes the GPU wait for experts.",
+        "to be fixed with the experiment",
+        _nothing,
+        needs="needs the offloading experiment (Figure 1)",
+    ),
+    Claim(
+        "A4",
+        "finding A4",
+        "Which decode step is sampled changes the activation ratio.",
+        "gap at batch 32 larger than both half intervals together",
+        act.protocols_differ,
+        required=False,
+    ),
+    Claim(
+        "O2.1",
+        "Observation 2, Figure 2",
+        "In every layer the ten busiest experts carry more than their even share.",
+        "lower end of the interval above 10/E",
+        heavy.top_above_even,
+    ),
+    Claim(
+        "O2.2",
+        "Observation 2, Figure 2",
+        "A small set of hot experts carries a disproportionate part of all selections.",
+        f"the busiest fifth carries at least {100 * heavy.FIFTH_FACTOR * heavy.FIFTH:.0f} %, "
+        "mean of layers",
+        heavy.fifth_above_even,
+    ),
+    Claim(
+        "O2.3",
+        "Observation 2, Figure 2",
+        "Which experts are hot depends on the workload.",
+        "mean top-10 overlap of two workloads at most midway between chance and 10",
+        heavy.hot_sets_shift,
+    ),
+    Claim(
+        "O2.4",
+        "Observation 2, literally",
+        "A small set of hot experts takes most of all selections.",
+        f"the busiest fifth carries more than {heavy.MANY_PERCENT:.0f} %",
+        heavy.few_dominate,
+        required=False,
+    ),
+    Claim(
+        "O2.5",
+        "Observation 2, literally",
+        "Experts of one layer differ in use by orders of magnitude.",
+        f"busiest at least {heavy.ORDERS:.0f} x least used, median layer",
+        heavy.orders_of_magnitude,
+        required=False,
+    ),
+    Claim(
+        "O2.6",
+        "Observation 2, literally",
+        "In one layer the top-10 sets of text, mathematics and code are disjoint.",
+        "no shared expert in some layer; needs at least 30 experts per layer",
+        heavy.hot_sets_disjoint,
+        required=False,
+    ),
+    Claim(
+        "O3",
+        "Observation 3, Figure 3",
+        "Perplexity rises smoothly as cold experts are demoted.",
+        "to be fixed with the experiment",
+        _nothing,
+        needs="needs the demotion experiment (Figure 3)",
+    ),
+    Claim(
+        "T3.1",
+        "Table 3",
+        "Bytes of one expert at FP16, INT4 and INT2.",
+        "equal to the byte",
+        sizes.expert_bytes,
+    ),
+    Claim(
+        "T3.2",
+        "Table 3",
+        "Printed share of the weights that is in experts.",
+        "within 0.5 points of the count",
+        sizes.printed_fraction,
+        required=False,
+    ),
+)
+
+
+def evaluate_all(records: Sequence[Record]) -> list[Result]:
+    """Every claim against the records."""
+    return [evaluate(claim, records) for claim in CLAIMS]

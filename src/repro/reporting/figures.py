@@ -1,0 +1,139 @@
+"""The register of figures, and how one becomes a PNG with a note of what it shows.
+
+One idea: drawing reads records and nothing else, so a figure can be drawn again on any
+machine.  Beside each PNG stands a JSON with the keys of the records in it, the devices
+they were measured on and the commits that measured them.
+
+The default profile draws into ``figures/``; every other profile into a folder of its name
+there, so that they do not overwrite each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from repro import paths
+from repro.files import write_bytes, write_text
+from repro.reporting import activation_figures, heavy_tail_figures, style
+from repro.reporting.grouping import devices, select
+from repro.reporting.records import Record, RecordStore
+
+DEFAULT_PROFILE = "tiny"
+
+
+@dataclass(frozen=True)
+class FigureSpec:
+    """One figure: who draws it, from which experiments and claims, under which title."""
+
+    function: Callable[[Sequence[Record]], Figure]
+    experiments: tuple[str, ...]
+    claims: tuple[str, ...]
+    title: str
+
+    def records(self, records: Sequence[Record]) -> list[Record]:
+        """The records this figure shows, of those given."""
+        return [
+            record
+            for record in records
+            if record.experiment in self.experiments and record.claim in self.claims
+        ]
+
+
+FIGURES: dict[str, FigureSpec] = {
+    "table1_decode_activation": FigureSpec(
+        activation_figures.table1_decode_activation,
+        ("activation",),
+        ("DynaExq Table 1",),
+        "Experts activated in one decode step",
+    ),
+    "table2_prefill_activation": FigureSpec(
+        activation_figures.table2_prefill_activation,
+        ("activation",),
+        ("DynaExq Table 2",),
+        "Experts activated in one prefill",
+    ),
+    "activation_vs_prompt_length": FigureSpec(
+        activation_figures.activation_vs_prompt_length,
+        ("activation",),
+        ("DynaExq Table 2 (length)",),
+        "Experts activated in one prefill, by prompt length",
+    ),
+    "figure2_heavy_tail": FigureSpec(
+        heavy_tail_figures.figure2_heavy_tail,
+        ("heavy-tail",),
+        ("DynaExq Figure 2",),
+        "How unevenly experts are used, and how far hot sets overlap",
+    ),
+    "figure2_top10": FigureSpec(
+        heavy_tail_figures.figure2_top10,
+        ("heavy-tail",),
+        ("DynaExq Figure 2",),
+        "The ten busiest experts by layer and workload",
+    ),
+}
+
+
+def folder(profile: str) -> Path:
+    """Where the figures and the report of ``profile`` go."""
+    base = paths.figures_dir()
+    return base if profile == DEFAULT_PROFILE else base / profile
+
+
+def figure_facts(name: str, title: str, records: Sequence[Record]) -> dict[str, Any]:
+    """What a reader needs to trace a figure: keys, devices, commits."""
+    commits = {
+        (git.get("commit"), git.get("dirty"))
+        for record in records
+        if (git := record.provenance.get("git")) is not None
+    }
+    return {
+        "name": name,
+        "title": title,
+        "profiles": sorted({str(record.config.get("profile")) for record in records}),
+        "experiments": sorted({record.experiment for record in records}),
+        "devices": devices(records),
+        "commits": [
+            {"commit": commit, "dirty": dirty} for commit, dirty in sorted(commits, key=str)
+        ],
+        "n_records": len(records),
+        "record_keys": sorted({record.key for record in records}),
+    }
+
+
+def save_figure(
+    figure: Figure,
+    name: str,
+    records: Sequence[Record],
+    *,
+    title: str = "",
+    target: Path | None = None,
+) -> Path:
+    """Write ``<name>.png`` and ``<name>.json`` to ``target`` (default ``figures/``)."""
+    where = paths.figures_dir() if target is None else target
+    facts = figure_facts(name, title, records)
+    path = where / f"{name}.png"
+    write_bytes(path, style.png_bytes(figure))
+    write_text(path.with_suffix(".json"), json.dumps(facts, indent=1, sort_keys=True) + "\n")
+    return path
+
+
+def draw_all(profile: str) -> list[Path]:
+    """Draw every figure whose records exist; returns the PNG files."""
+    records = RecordStore(profile).read()
+    drawn: list[Path] = []
+    for name, spec in FIGURES.items():
+        chosen = spec.records(records)
+        if not select(chosen, kind="measured"):
+            continue
+        drawn.append(
+            save_figure(
+                spec.function(chosen), name, chosen, title=spec.title, target=folder(profile)
+            )
+        )
+    return drawn
