@@ -18,6 +18,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # Sums depend on the number of threads; records must not depend on the machine.
 export OMP_NUM_THREADS ?= 2
 export MKL_NUM_THREADS ?= 2
+# Waiting threads sleep: spinning ones cost a factor of five as soon as anything else runs.
+export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 # Bars and notices would change stored outputs from run to run.
 export HF_HUB_DISABLE_PROGRESS_BARS := 1
