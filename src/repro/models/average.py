@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from repro.errors import CheckpointError
-from repro.files import write_text
+from repro.errors import CheckpointError, ReproError, UnknownNameError
+from repro.files import write_bytes, write_text
 from repro.models.loading import load_model
-from repro.models.train import LOG, MAX_SHARD
+from repro.models.saving import save_checkpoint
+from repro.models.trainer import LOG, RECIPE
 
 _EXPERT_TENSORS = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
 
@@ -46,15 +47,54 @@ def revived_experts(folder: Path) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def average_weights(first: Any, second: Any, share: float, revived: list[tuple[int, int]]) -> None:
-    """Move ``first`` towards ``second`` by ``share`` of the way, in place."""
-    theirs = second.state_dict()
-    ours = first.state_dict()
+    """Move ``first`` towards ``second`` by ``share`` of the way, in place.
+
+    Raises:
+        CheckpointError: the two are not of one shape.
+    """
+    theirs = dict(second.named_parameters())
+    # Parameters, not the state dict: that lists tied weights twice, and they would move twice.
+    ours = dict(first.named_parameters())
+    if {n: p.shape for n, p in ours.items()} != {n: p.shape for n, p in theirs.items()}:
+        raise CheckpointError(
+            "the two stages differ in names or shapes of their tensors: give two stages of one run"
+        )
     for name, tensor in ours.items():
         tensor.lerp_(theirs[name], share)
     for layer, expert in revived:
         for part in _EXPERT_TENSORS:
             name = f"model.layers.{layer}.mlp.{part}"
             ours[name][expert] = theirs[name][expert]
+
+
+def average_folders(first: Path, second: Path, share: float, out: Path) -> None:
+    """Average the checkpoints of two stages into ``out``, with the recipe and log of both.
+
+    Raises:
+        ReproError: a stage is not whole, ``share`` is none, or ``out`` cannot be written.
+    """
+    if not 0 <= share <= 1:
+        raise UnknownNameError(f"share {share} is not possible: give a number between 0 and 1")
+    recipes, logs = zip(*map(_read_run, (first, second)), strict=True)
+    revived = revived_experts(second)
+    model, tokenizer = load_model(first, device="cpu", dtype="float32")
+    average_weights(model, load_model(second, device="cpu", dtype="float32")[0], share, revived)
+    save_checkpoint(out, model.to(torch.bfloat16), tokenizer)
+    for number, log in enumerate(logs, 1):
+        write_bytes(out / f"training-stage{number}.jsonl", log)
+    recipe = {"stages": recipes, "share_of_second_stage": share}
+    write_text(out / RECIPE, json.dumps(recipe, indent=1, sort_keys=True) + "\n")
+
+
+def _read_run(stage: Path) -> tuple[Any, bytes]:
+    """Recipe and log of a finished training run."""
+    try:
+        recipe = json.loads((stage / RECIPE).read_text(encoding="utf-8"))
+        return recipe, (stage / LOG).read_bytes()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{stage.name!r} holds no {RECIPE} and {LOG} of a training run: name its --out folder"
+        ) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,16 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--share", type=float, required=True, help="weight of the second stage")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(arguments)
-    first, tokenizer = load_model(args.first, device="cpu", dtype="float32")
-    second, _ = load_model(args.second, device="cpu", dtype="float32")
-    average_weights(first, second, args.share, revived_experts(args.second))
-    first.to(torch.bfloat16).save_pretrained(args.out, max_shard_size=MAX_SHARD)
-    tokenizer.save_pretrained(args.out)
-    for number, stage in enumerate((args.first, args.second), 1):
-        shutil.copy(stage / LOG, args.out / f"training-stage{number}.jsonl")
-    recipes = [json.loads((s / "recipe.json").read_text()) for s in (args.first, args.second)]
-    recipe = {"stages": recipes, "share_of_second_stage": args.share}
-    write_text(args.out / "recipe.json", json.dumps(recipe, indent=1, sort_keys=True) + "\n")
+    try:
+        average_folders(args.first, args.second, args.share, args.out)
+    except ReproError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     return 0
 
 

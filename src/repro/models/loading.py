@@ -1,75 +1,36 @@
-"""``list_models`` and ``load_model``: by bundled name, folder or hub id, and never silently wrong.
+"""``load_model``: by bundled name, folder or hub id, and never silently wrong.
 
 Everything goes through Transformers' own ``from_pretrained``; what is added is refusal:
 unknown architectures and dense models, truncated files, tensors that would be
-re-initialised, NaN weights, a missing device, an unreachable hub - each in one sentence.
+re-initialised, quantised codes, NaN weights, a tokenizer that is not there, a missing
+device, an unreachable hub - each in one sentence.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from repro.errors import CheckpointError, DataUnavailableError, MissingDeviceError, unknown_name
-from repro.models.integrity import check_file, check_finite, check_loading, weight_files
+from repro.models.integrity import check_files, check_finite, check_loading
 from repro.models.layout import check_model, inspect_config, read_config
 from repro.models.published import PUBLISHED
+from repro.models.specs import SPECS
 from repro.paths import models_dir, relative
 
-BUNDLED = {
-    "moe-fine": "Qwen3-MoE layout: 6 layers, 48 experts of width 64, top-4 (trained here)",
-    "moe-shared": "Qwen2-MoE layout: 4 layers, 16 experts of width 128, top-2, shared expert "
-    "(trained here)",
-}
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+# Spaces, digits, contractions, letters beyond ASCII: where pre-tokenizers differ.
+_PROBE = "It's 12345 things:\n\n  x += 1\tZoë won't écrire 漢字."
 
 
-@dataclass(frozen=True)
-class ModelInfo:
-    """One line of ``list_models``: sizes in parameters and bytes, and where it comes from."""
-
-    name: str
-    kind: str  # "bundled" or "published"
-    summary: str
-    n_params: int | None
-    n_bytes: int | None
-    where: str
-    available: bool
-
-
-def list_models() -> list[ModelInfo]:
-    """Bundled small models first, then the published configurations of both papers."""
-    found = []
-    for name, summary in BUNDLED.items():
-        folder = models_dir() / name
-        there = (folder / "config.json").is_file()
-        n_bytes = sum(f.stat().st_size for f in weight_files(folder)) if there else None
-        found.append(
-            ModelInfo(
-                name,
-                "bundled",
-                summary,
-                n_bytes // 2 if n_bytes else None,
-                n_bytes,
-                relative(folder),
-                there,
-            )
-        )
-    for name, model in PUBLISHED.items():
-        dims = model.dimensions
-        summary = (
-            f"{model.n_moe_layers} MoE layers, {dims.routed_experts} experts of width "
-            f"{dims.moe_intermediate_size}, top-{dims.top_k}"
-        )
-        params = model.count().total
-        found.append(ModelInfo(name, "published", summary, params, 2 * params, model.hub_id, False))
-    return found
-
-
-def resolve_device(device: str) -> torch.device:
+def resolve_device(device: str | torch.device) -> torch.device:
     """``auto`` is the first GPU, else the CPU.
 
     Raises:
@@ -81,35 +42,41 @@ def resolve_device(device: str) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise MissingDeviceError(
-            f"device {device!r} does not exist: use auto, cpu or cuda"
+            f"device {str(device)!r} does not exist: use auto, cpu or cuda"
         ) from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise MissingDeviceError(f"device {str(device)!r} is not supported: use auto, cpu or cuda")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise MissingDeviceError(
-            f"device {device!r} is not on this machine: use device='cpu', or a machine with a GPU"
+            f"device {str(device)!r} is not on this machine: use device='cpu', "
+            "or a machine with a GPU"
         )
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise MissingDeviceError(
-            f"device {device!r} is not here: this machine has {torch.cuda.device_count()} GPU(s)"
+            f"device {str(device)!r} is not on this machine: it has "
+            f"{torch.cuda.device_count()} GPU(s), counted from cuda:0"
         )
     return chosen
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
-    """``auto`` is float32 on a CPU (bf16 decodes slower there), the checkpoint's own on a GPU."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype == "auto":
+    """``auto`` is float32 on a CPU (bf16 decodes slower there), the checkpoint's own on a GPU.
+
+    Raises:
+        UnknownNameError: no such type, or none that weights are computed in.
+    """
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
-    choices = ("float32", "float64", "bfloat16", "float16")
-    if dtype not in choices:
-        raise unknown_name("dtype", dtype, ("auto", *choices))
-    return getattr(torch, dtype)  # type: ignore[no-any-return]
+    if name not in DTYPES:
+        raise unknown_name("dtype", name, ("auto", *DTYPES))
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 def _locate(name_or_path: str | Path) -> tuple[str, Path | None]:
     """(label, folder) of a local checkpoint, or (hub id, None)."""
     text = str(name_or_path)
-    if text in BUNDLED:
+    if text in SPECS:
         folder = models_dir() / text
         if not (folder / "config.json").is_file():
             raise CheckpointError(
@@ -118,23 +85,23 @@ def _locate(name_or_path: str | Path) -> tuple[str, Path | None]:
             )
         return text, folder
     folder = Path(text).expanduser()
-    if folder.is_dir():
-        return folder.name, folder
+    if text and folder.is_dir():
+        return folder.resolve().name, folder
     if text in PUBLISHED:
         return PUBLISHED[text].hub_id, None
-    is_path = text.startswith((".", "/", "~")) or text.count("/") > 1
-    if is_path or "/" not in text:
-        if is_path:
-            raise CheckpointError(
-                f"no checkpoint folder {text!r}: give a bundled name, a folder or a hub id"
-            )
-        raise unknown_name("model", text, [*BUNDLED, *PUBLISHED])
+    looks_like_one = text.startswith((".", "/", "~")) or text.count("/") > 1 or folder.is_file()
+    if looks_like_one or isinstance(name_or_path, Path):
+        raise CheckpointError(
+            f"no checkpoint folder {text!r}: give a bundled name, a folder or a hub id"
+        )
+    if "/" not in text:
+        raise unknown_name("model", text, [*SPECS, *PUBLISHED])
     return text, None
 
 
 def load_model(
     name_or_path: str | Path,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     *,
     revision: str | None = None,
@@ -152,7 +119,8 @@ def load_model(
 
     Raises:
         UnknownNameError: neither a known name, nor a folder, nor the form of a hub id.
-        CheckpointError: unsupported layout; missing, truncated or non-finite weights.
+        CheckpointError: unsupported layout; missing, truncated, quantised or non-finite
+            weights; no tokenizer that fits.
         DataUnavailableError: the hub cannot be reached or refuses.
         MissingDeviceError: no such device here.
     """
@@ -160,15 +128,28 @@ def load_model(
     torch_dtype = resolve_dtype(dtype, target)
     label, folder = _locate(name_or_path)
     if folder is not None:
-        inspect_config(read_config(folder))
-        for path in weight_files(folder):
-            check_file(path)
+        layout = inspect_config(read_config(folder))
+        check_files(folder, layout.n_experts)
     source = str(folder) if folder is not None else label
     model, report = _from_pretrained(label, source, folder is not None, torch_dtype, revision)
     check_loading(label, report)
     check_model(model)
     check_finite(label, model)
-    return model.to(target).eval(), _load_tokenizer(label, source, folder is not None, revision)
+    tokenizer = _load_tokenizer(label, source, folder is not None, revision)
+    _check_tokenizer(label, tokenizer, folder, model.get_input_embeddings().num_embeddings)
+    return model.to(target).eval(), tokenizer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Transformers' own table of problems off the screen: the error names them."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _from_pretrained(
@@ -180,11 +161,21 @@ def _from_pretrained(
     try:
         if not local:
             inspect_config(AutoConfig.from_pretrained(source, **options))
-        loaded = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, output_loading_info=True, local_files_only=local, **options
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise _loading_error(label, local, error) from error
+        with _quiet():
+            # Mismatched shapes are let through here to be refused by name in check_loading.
+            loaded = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                local_files_only=local,
+                **options,
+            )
+    except CheckpointError:
+        raise
+    except Exception as error:  # the libraries below raise many kinds, some of their own
+        remedy = "copy the checkpoint again"
+        raise _loading_error(f"checkpoint {label!r}", local, error, remedy) from error
     model, report = loaded
     return model, dict(report)
 
@@ -194,19 +185,50 @@ def _load_tokenizer(label: str, source: str, local: bool, revision: str | None) 
 
     options: dict[str, Any] = {} if local else {"revision": revision}
     try:
-        return AutoTokenizer.from_pretrained(source, local_files_only=local, **options)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise _loading_error(f"tokenizer of {label}", local, error) from error
+        with _quiet():
+            return AutoTokenizer.from_pretrained(source, local_files_only=local, **options)
+    except Exception as error:  # as above
+        remedy = "copy its tokenizer.json and tokenizer_config.json again"
+        raise _loading_error(f"tokenizer of {label!r}", local, error, remedy) from error
 
 
-def _loading_error(label: str, local: bool, error: Exception) -> Exception:
-    reason = str(error).strip().split("\n", 1)[0][:200]
+def _check_tokenizer(label: str, tokenizer: Any, folder: Path | None, n_embeddings: int) -> None:
+    """Refuse a tokenizer that encodes nothing or more than the model has; warn of a swapped one."""
+    ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+    if len(set(ids)) < 3:
+        # Without files Transformers builds an empty tokenizer for some types, in silence.
+        raise CheckpointError(
+            f"checkpoint {label!r} brings no tokenizer that encodes text: "
+            "add its tokenizer.json and tokenizer_config.json"
+        )
+    if max(ids) >= n_embeddings:
+        raise CheckpointError(
+            f"the tokenizer of {label!r} gives id {max(ids)} where the model has {n_embeddings} "
+            "embeddings: use the tokenizer that belongs to the checkpoint"
+        )
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return
+    from tokenizers import Tokenizer
+
+    raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if raw.encode(_PROBE, add_special_tokens=False).ids != ids:
+        warnings.warn(
+            f"the tokenizer of {label!r} was loaded as {type(tokenizer).__name__}, which gives "
+            "other ids than its tokenizer.json: save it once with PreTrainedTokenizerFast("
+            "tokenizer_file=...).save_pretrained(...) if the file is right",
+            stacklevel=3,
+        )
+
+
+def _loading_error(what: str, local: bool, error: Exception, remedy: str) -> Exception:
+    lines = str(error).strip().splitlines() or [""]
+    reason = " ".join(lines[0].split())[:160].rstrip(".: ") or type(error).__name__
     if local:
-        return CheckpointError(f"{label!r} cannot be loaded ({reason}): copy the checkpoint again")
+        return CheckpointError(f"{what} cannot be loaded ({reason}): {remedy}")
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}
     remedy = (
         "unset HF_HUB_OFFLINE to allow the hub, or give a local folder"
         if offline
         else "check the id and the network, log in if the model is gated, or give a local folder"
     )
-    return DataUnavailableError(f"hub model {label!r} cannot be loaded ({reason}): {remedy}")
+    return DataUnavailableError(f"hub {what} cannot be loaded ({reason}): {remedy}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from repro.errors import DataUnavailableError, ReproError, UnknownNameError
 from repro.files import write_text
 from repro.integration.routing import capture_routing
 from repro.models.integrity import fingerprint
@@ -51,12 +53,25 @@ def window_losses(model: Any, token_windows: np.ndarray, batch_size: int = 16) -
     return np.concatenate(found)
 
 
+def _test_windows(tokenizer: Any, name: str, data_dir: Path | None) -> np.ndarray:
+    workload = load_workload(name, source="folder", data_dir=data_dir)
+    cut = windows(encode_stream(tokenizer, workload), WINDOW_TOKENS)
+    if not len(cut):
+        raise DataUnavailableError(
+            f"test set {name!r} fills no window of {WINDOW_TOKENS} tokens: give the whole file"
+        )
+    return cut
+
+
 def test_set_quality(
     model: Any, tokenizer: Any, name: str, data_dir: Path | None, max_windows: int | None = None
 ) -> dict[str, Any]:
-    """Bits per byte and perplexity of one test set in disjoint windows of 1,024 tokens."""
-    workload = load_workload(name, source="folder", data_dir=data_dir)
-    cut = windows(encode_stream(tokenizer, workload), WINDOW_TOKENS)[:max_windows]
+    """Bits per byte and perplexity of one test set in disjoint windows of 1,024 tokens.
+
+    Raises:
+        DataUnavailableError: the test set is missing, damaged or shorter than a window.
+    """
+    cut = _test_windows(tokenizer, name, data_dir)[:max_windows]
     loss = window_losses(model, cut)
     n_bytes = int(scored_bytes(cut, token_byte_lengths(tokenizer)).sum())
     n_tokens = len(cut) * (WINDOW_TOKENS - 1)
@@ -96,7 +111,9 @@ def generate_texts(
 def task_accuracy(
     model: Any, tokenizer: Any, items: Sequence[TaskItem], batch_size: int = 128
 ) -> dict[str, Any]:
-    """Share of exact answers, with its standard error."""
+    """Share of exact answers, with its standard error (greedy, at most 4 tokens too many)."""
+    if not items:
+        raise UnknownNameError("a task without items cannot be measured: ask for at least 1")
     longest = max(len(ids) for ids in tokenizer([i.completion for i in items])["input_ids"])
     texts = generate_texts(model, tokenizer, [i.prompt for i in items], longest + 4, batch_size)
     right = [is_correct(i, t) for i, t in zip(items, texts, strict=True)]
@@ -109,15 +126,13 @@ def task_accuracy(
 
 
 def mixed_tokens(tokenizer: Any, data_dir: Path | None, n_tokens: int) -> np.ndarray:
-    """Windows ``[n, 1024]`` of text, mathematics, code and tasks in equal parts."""
-    n = -(-n_tokens // WINDOW_TOKENS // 4)
-    parts = [
-        windows(
-            encode_stream(tokenizer, load_workload(name, source="folder", data_dir=data_dir)),
-            WINDOW_TOKENS,
-        )[:n]
-        for name in TEST_SETS
-    ]
+    """At least ``n_tokens`` in windows ``[n, 1024]``: equal parts of the test sets and of tasks.
+
+    Raises:
+        DataUnavailableError: a part is shorter than its quarter.
+    """
+    n = -(-n_tokens // (4 * WINDOW_TOKENS))
+    parts = [_test_windows(tokenizer, name, data_dir)[:n] for name in TEST_SETS]
     eos = tokenizer.eos_token_id
     ids: list[int] = []
     items = (i for level in (1, 2) for t in TASKS.values() for i in t.items(400, level=level))
@@ -127,6 +142,12 @@ def mixed_tokens(tokenizer: Any, data_dir: Path | None, n_tokens: int) -> np.nda
         if len(ids) >= n * WINDOW_TOKENS:
             break
     parts.append(windows(np.array(ids), WINDOW_TOKENS)[:n])
+    for name, part in zip((*TEST_SETS, "tasks"), parts, strict=True):
+        if len(part) < n:
+            raise DataUnavailableError(
+                f"{name!r} fills {len(part)} windows of {WINDOW_TOKENS} tokens where its quarter "
+                f"of the mixture is {n}: ask for fewer tokens"
+            )
     return np.concatenate(parts)
 
 
@@ -159,7 +180,20 @@ def measure(
     n_items: int = 200,
     max_windows: int | None = None,
 ) -> dict[str, Any]:
-    """Everything above in one JSON-able report; prints a line per item."""
+    """Everything above in one JSON-able report; prints a line per item.
+
+    Raises:
+        UnknownNameError: no such task or level, or nothing to measure.
+        DataUnavailableError: a test set is missing, damaged or too short.
+    """
+    if n_items < 1 or (max_windows is not None and max_windows < 1):
+        raise UnknownNameError("nothing to measure: ask for at least 1 item and 1 window")
+    # All items first: a wrong name is told before minutes of scoring.
+    asked = {
+        f"{task.name}/{level}": task.items(n_items, level=level)
+        for task in map(get_task, tasks)
+        for level in levels or task.levels
+    }
     report: dict[str, Any] = {"test_sets": {}, "tasks": {}}
     for name in TEST_SETS:
         report["test_sets"][name] = test_set_quality(model, tokenizer, name, data_dir, max_windows)
@@ -169,52 +203,59 @@ def measure(
     fractions = report["routing"]["effective_experts_fraction"]
     print("effective experts / E", [round(x, 3) for x in fractions], flush=True)
     print("unused experts", report["routing"]["n_unused"], flush=True)
-    for name in tasks:
-        task = get_task(name)
-        for level in levels or task.levels:
-            start = time.perf_counter()
-            result = task_accuracy(model, tokenizer, task.items(n_items, level=level))
-            report["tasks"][f"{name}/{level}"] = result
-            seconds = time.perf_counter() - start
-            print(f"{name} level {level}: {result['accuracy']:.3f} ({seconds:.1f} s)", flush=True)
+    for name, items in asked.items():
+        start = time.perf_counter()
+        result = report["tasks"][name] = task_accuracy(model, tokenizer, items)
+        seconds = time.perf_counter() - start
+        print(f"{name}: {result['accuracy']:.3f} ({seconds:.1f} s)", flush=True)
     return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m repro.models.quality", description=__doc__)
-    parser.add_argument("model")
+    parser.add_argument("model", help="bundled name, folder or hub id")
     parser.add_argument("--data", type=Path, help="folder of the test sets (REPRO_DATA_DIR)")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--levels", type=int, nargs="*")
-    parser.add_argument("--items", type=int, default=200)
-    parser.add_argument("--max-windows", type=int)
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--levels", type=int, nargs="*", help="of every task (default: all)")
+    parser.add_argument("--items", type=int, default=200, help="per task and level")
+    parser.add_argument("--max-windows", type=int, help="per test set, for a quick look")
     args = parser.parse_args(arguments)
-    model, tokenizer = load_model(args.model, device=args.device)
-    report = measure(
-        model,
-        tokenizer,
-        args.data,
-        levels=args.levels,
-        n_items=args.items,
-        max_windows=args.max_windows,
-    )
-    report["provenance"] = {
-        "checkpoint_sha256": fingerprint(Path(model.config._name_or_path)),
-        "device": torch.cuda.get_device_name(model.device)
-        if model.device.type == "cuda"
-        else "cpu",
+    try:
+        model, tokenizer = load_model(args.model, device=args.device)
+        report = measure(
+            model,
+            tokenizer,
+            args.data,
+            levels=args.levels,
+            n_items=args.items,
+            max_windows=args.max_windows,
+        )
+        report["provenance"] = _provenance(model, args.items)
+        write_text(args.out, json.dumps(report, indent=1, sort_keys=True) + "\n")
+    except ReproError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _provenance(model: Any, n_items: int) -> dict[str, Any]:
+    folder = Path(model.config._name_or_path)
+    on_gpu = model.device.type == "cuda"
+    return {
+        # Of a model from the hub, its revision says the same.
+        "checkpoint_sha256": fingerprint(folder) if folder.is_dir() else None,
+        "revision": getattr(model.config, "_commit_hash", None),
+        "device": torch.cuda.get_device_name(model.device) if on_gpu else "cpu",
         "dtype": str(model.dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "date": datetime.now(UTC).date().isoformat(),
-        "n_items_per_task": args.items,
+        "n_items_per_task": n_items,
         "protocol": f"disjoint windows of {WINDOW_TOKENS} tokens, first token unscored; "
         "greedy answers, exact match",
     }
-    write_text(args.out, json.dumps(report, indent=1, sort_keys=True) + "\n")
-    return 0
 
 
 if __name__ == "__main__":

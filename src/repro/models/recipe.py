@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from repro.errors import UnknownNameError, unknown_name
+
+OPTIMIZERS = ("muon", "adamw")
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,9 @@ class Recipe:
 
     ``revive_below``: before the first step, experts with less than this share of the even
     traffic are replaced by copies of busy ones (``repro.models.revive``); 0 leaves them.
+
+    Raises:
+        UnknownNameError: a constant has a value that makes no training.
     """
 
     model: str = "moe-fine"
@@ -46,6 +52,34 @@ class Recipe:
     log_every: int = 100
     validate_every: int = 1000
     checkpoint_every: int = 2000
+
+    def __post_init__(self) -> None:
+        sizes = ("batch_tokens", "short_tokens", "long_tokens")
+        intervals = ("log_every", "validate_every", "checkpoint_every")
+        for name in sizes + intervals:
+            self._require(name, getattr(self, name) >= 1, "give at least 1")
+        for name in ("short_steps", "long_steps", "warmup_steps"):
+            self._require(name, getattr(self, name) >= 0, "give 0 or more")
+        self._require("short_steps", self.n_steps >= 1, "leave at least one step to train")
+        self._require("long_tokens", self.long_tokens >= self.short_tokens, "short_tokens is more")
+        for name in ("short_tokens", "long_tokens"):
+            whole_sequences = self.batch_tokens % getattr(self, name) == 0
+            self._require("batch_tokens", whole_sequences, f"give a multiple of {name}")
+        self._require("optimizer", self.optimizer in OPTIMIZERS, "use " + " or ".join(OPTIMIZERS))
+        for name in ("learning_rate", "clip_norm", "decay_share", "balance_start"):
+            self._require(name, 0 < getattr(self, name) < math.inf, "give a positive number")
+        for name in ("weight_decay", "balance_rate", "balance_floor", "revive_below"):
+            self._require(name, 0 <= getattr(self, name) < math.inf, "give 0 or more")
+        self._require("decay_share", self.decay_share <= 1, "give a share of at most 1")
+        self._require(
+            "balance_target", 0 < self.balance_target <= 1, "give a share between 0 and 1"
+        )
+
+    def _require(self, name: str, holds: bool, remedy: str) -> None:
+        if not holds:
+            raise UnknownNameError(
+                f"recipe constant {name}={getattr(self, name)!r} is not possible: {remedy}"
+            )
 
     @property
     def n_steps(self) -> int:
@@ -98,12 +132,13 @@ def get_recipe(
     """The recipe of ``model`` (or its second stage) with some constants replaced.
 
     Raises:
-        UnknownNameError: no such model or no such constant.
+        UnknownNameError: no such model, no such constant, or an impossible value.
     """
     recipes = SECOND_STAGE if second_stage else RECIPES
     if model not in recipes:
         raise unknown_name("recipe", model, recipes)
-    known = {f.name: f for f in fields(Recipe)}
+    # The model is chosen by its name alone: another one's recipe would be recorded as its own.
+    known = [f.name for f in fields(Recipe) if f.name != "model"]
     values = {}
     for name, value in (overrides or {}).items():
         if name not in known:
@@ -112,7 +147,8 @@ def get_recipe(
         try:
             values[name] = kind(value)
         except (TypeError, ValueError) as error:
+            wanted = "a whole number" if kind is int else "a number"
             raise UnknownNameError(
-                f"recipe constant {name}={value!r} is not a {kind.__name__}: give a number"
+                f"recipe constant {name}={value!r} is not possible: give {wanted}"
             ) from error
     return replace(recipes[model], **values)

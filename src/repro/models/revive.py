@@ -2,7 +2,7 @@
 
 A router row that loses every comparison gets no gradient: once dead, an expert stays
 dead.  Reviving copies a busy expert into the idle slot and moves the two router rows
-apart in a random direction, so that tokens of the busy one divide between both and
+apart, one each way along a random direction, so that tokens of the busy one divide between both and
 training separates them further (the idea of expert cloning in sparse upcycling).
 """
 

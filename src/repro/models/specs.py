@@ -8,10 +8,9 @@ Both share one tokenizer and a trained context of 4,096 tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from transformers import PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from repro.errors import unknown_name
 
@@ -40,13 +39,15 @@ class ModelSpec:
     """A bundled model: its Transformers configuration and one sentence about it."""
 
     name: str
-    config_class: type[PreTrainedConfig]
-    settings: dict[str, Any]
+    model_type: str
+    settings: Mapping[str, Any]
     summary: str
 
-    def config(self) -> PreTrainedConfig:
+    def config(self) -> Any:
         """A fresh Transformers configuration."""
-        return self.config_class(**_COMMON, **self.settings)
+        from transformers import AutoConfig  # here: listing the models must not cost its import
+
+        return AutoConfig.for_model(self.model_type, **_COMMON, **self.settings)
 
 
 SPECS: dict[str, ModelSpec] = {
@@ -54,7 +55,7 @@ SPECS: dict[str, ModelSpec] = {
     for spec in (
         ModelSpec(
             "moe-fine",
-            Qwen3MoeConfig,
+            "qwen3_moe",
             {
                 "num_hidden_layers": 6,
                 "num_key_value_heads": 2,
@@ -69,7 +70,7 @@ SPECS: dict[str, ModelSpec] = {
         ),
         ModelSpec(
             "moe-shared",
-            Qwen2MoeConfig,
+            "qwen2_moe",
             {
                 "num_hidden_layers": 4,
                 "num_key_value_heads": 4,

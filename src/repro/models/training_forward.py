@@ -1,9 +1,12 @@
 """The forward pass that training compiles: the Transformers model's own weights, less overhead.
 
 Transformers' modules stay the model; this module only computes the same function from
-their parameters (a test compares logits for both families) in a form that
+their parameters (a test compares losses and gradients for both families) in a form that
 ``torch.compile`` fuses well: one function for every layer, tokens sorted by expert once,
 grouped matrix products, and gathers whose backward passes are gathers too.
+
+Left out, because neither bundled model has them: dense layers between the sparse ones,
+sliding windows, scaled rotary positions, dropout.
 
 Legend: B sequences, S tokens each, T = B*S, D hidden, E experts, I expert width, k experts
 per token.
@@ -95,6 +98,7 @@ def make_layer_forward(config: Any, compute_dtype: torch.dtype) -> Callable[...,
     n_heads, n_kv = config.num_attention_heads, config.num_key_value_heads
     top_k, n_experts, eps = config.num_experts_per_tok, config.num_experts, config.rms_norm_eps
     normalise = config.norm_topk_prob
+    assert n_experts <= 256, "expert numbers are sorted as uint8"
 
     def attention(x: Tensor, w: dict[str, Tensor], cos: Tensor, sin: Tensor) -> Tensor:
         n, s, _ = x.shape
@@ -112,7 +116,8 @@ def make_layer_forward(config: Any, compute_dtype: torch.dtype) -> Callable[...,
             k = k.repeat_interleave(n_heads // n_kv, dim=1)
             v = v.repeat_interleave(n_heads // n_kv, dim=1)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return F.linear(out.transpose(1, 2).reshape(n, s, -1), w["self_attn.o_proj.weight"])
+        out = out.transpose(1, 2).reshape(n, s, -1)
+        return F.linear(out, w["self_attn.o_proj.weight"], w.get("self_attn.o_proj.bias"))
 
     def experts(x: Tensor, w: dict[str, Tensor]) -> LayerOutput:
         logits = F.linear(x, w["mlp.gate.weight"])  # [T, E]

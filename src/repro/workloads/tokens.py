@@ -63,12 +63,19 @@ def windows(stream: npt.NDArray[Any], length: int) -> Int64Array:
 
 
 def prompts(
-    tokenizer: Any, workload: Workload, *, n: int, length: int, seed: int = 0
+    tokenizer: Any,
+    workload: Workload,
+    *,
+    n: int,
+    length: int,
+    seed: int = 0,
+    stream: Int64Array | None = None,
 ) -> torch.LongTensor:
     """``n`` different windows of ``length`` tokens, spread over the whole workload.
 
     The windows are split into ``n`` equal runs and one is drawn from each; their order
     is then shuffled, so that the first few of them already cover the workload.
+    ``stream`` is the encoded workload for callers that have it already.
 
     Raises:
         DataUnavailableError: the workload holds fewer windows.
@@ -77,7 +84,8 @@ def prompts(
 
     if n < 1:
         raise UnknownNameError(f"n={n} prompts are not possible: ask for at least 1")
-    available = windows(encode_stream(tokenizer, workload), length)
+    encoded = encode_stream(tokenizer, workload) if stream is None else stream
+    available = windows(encoded, length)
     if len(available) < n:
         raise DataUnavailableError(
             f"workload {workload.name!r} ({workload.source}) holds {len(available)} windows of "

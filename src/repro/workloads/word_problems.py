@@ -8,7 +8,8 @@ operation.  The answer follows GSM8K's public answer convention (a calculator no
 that one checker serves both.  Stories and wordings are ours.
 
 Left out on purpose: fractions, rates of change and anything whose answer is not a
-non-negative integer.
+non-negative integer.  Left as they are, because the bundled models were trained on these
+very texts: "1 books", and one story in 300 whose hero gives something to themselves.
 """
 
 from __future__ import annotations

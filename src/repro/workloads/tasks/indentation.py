@@ -1,7 +1,8 @@
-"""Indentation: a nested Python-like outline; write the closing line of one named block.
+"""Indentation: a nested outline like Python's; write the closing line of one named block.
 
 The comment names the block to finish; the answer is ``end(NAME)`` at exactly the
 indentation of that block's body, so both the name and the leading spaces must be right.
+Blocks may be empty, which Python itself would not allow.
 """
 
 from __future__ import annotations
