@@ -12,7 +12,7 @@ import torch
 
 from repro import experiments, profiles
 from repro.errors import DataUnavailableError, MissingDeviceError, UnknownNameError
-from repro.experiments import activation, heavy_tail, statistics
+from repro.experiments import activation, heavy_tail, statistics, traffic
 from repro.experiments.traffic import Traffic
 from repro.integration.traces import RoutingTrace
 from repro.models.tiny import tiny_model
@@ -282,6 +282,19 @@ def test_everything_that_decides_a_trace_is_in_its_key(project):
     other = profiles.get("tiny", **{**_fields(), "seed": 1})
     Traffic(other, device="cpu", source="embedded").trace("moe-fine", "python", "prefill")
     assert len(names()) == 3
+    # What is said about a model does not decide how it routes.
+    for name in ("quality.json", "recipe.json", "README.md", "training-stage1.jsonl"):
+        (project / "data/models/moe-fine" / name).write_text("{}")
+    Traffic(PROFILE, device="cpu", source="embedded").trace("moe-fine", "python", "prefill")
+    assert len(names()) == 3
+
+
+def test_a_trace_of_a_name_that_several_sources_offer_names_its_source(project):
+    def name(workload: str, source: str) -> str:
+        return traffic.trace_path("moe-fine", workload, source).name
+
+    assert name("prose", "embedded") == "prose.npz"
+    assert name("gsm8k", "folder") == "gsm8k-folder.npz" != name("gsm8k", "hub")
 
 
 def _fields() -> dict:
@@ -289,10 +302,16 @@ def _fields() -> dict:
 
 
 def test_saved_traces_hold_routing_and_no_text(project):
-    flow = Traffic(PROFILE, device="cpu", source="embedded", save_traces=True)
-    prefill = flow.trace("moe-fine", "prose", "prefill")
-    (path,) = (project / "data/traces/moe-fine").iterdir()
+    # Records that are on file already must not keep the traces from being written.
+    heavy_tail.run(PROFILE, RecordStore("tiny"))
+    assert not (project / "data/traces").exists()
+    heavy_tail.run(PROFILE, RecordStore("tiny"), save_traces=True)
+    path, *others = sorted((project / "data/traces/moe-fine").iterdir())
+    assert [other.name for other in others] == ["python.npz", "word-problems.npz"]
     saved = RoutingTrace.load(path)
+    prefill = Traffic(PROFILE, device="cpu", source="embedded").trace(
+        "moe-fine", "prose", "prefill"
+    )
     assert path.name == "prose.npz" and saved.step_tokens == [16, 1, 1, 1]
     assert np.array_equal(saved.select(tokens=slice(0, 16)).counts(), prefill.counts())
     assert saved.weights is None
@@ -304,6 +323,8 @@ def test_saved_traces_hold_routing_and_no_text(project):
 def test_names_that_do_not_exist(project, tmp_path):
     with pytest.raises(UnknownNameError, match="'actvation'.*did you mean 'activation'"):
         experiments.run("actvation", "tiny")
+    with pytest.raises(UnknownNameError, match="'model-table' has no option 'save_traces'"):
+        experiments.run("model-table", "tiny", save_traces=True)
     with pytest.raises(UnknownNameError, match="unknown device 'tpu'"):
         experiments.run("activation", "tiny", device="tpu")
     with pytest.raises(UnknownNameError, match="'embeded'"):

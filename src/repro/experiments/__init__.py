@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.errors import DataUnavailableError, MissingDeviceError, unknown_name
+from repro.errors import (
+    DataUnavailableError,
+    MissingDeviceError,
+    UnknownNameError,
+    unknown_name,
+)
 
 if TYPE_CHECKING:
+    from repro.profiles import Profile
     from repro.reporting.records import Record
 
 EXPERIMENTS: dict[str, str] = {
@@ -49,7 +56,7 @@ def resolve_device(device: str, default: str = "cpu") -> str:
 
 def run(
     name: str,
-    profile: str,
+    profile: str | Profile,
     *,
     device: str = "auto",
     source: str | None = None,
@@ -61,7 +68,7 @@ def run(
 
     Args:
         name: one of :data:`EXPERIMENTS`.
-        profile: name of a profile.
+        profile: name of a profile, or a profile with parameters of its own.
         device: ``cpu``, ``cuda``, or ``auto`` for the profile's.
         source: where workloads come from; by default the profile's first that can be read.
         force: measure again what is recorded.
@@ -69,7 +76,7 @@ def run(
         options: what only some experiments take (``save_traces=True``).
 
     Raises:
-        UnknownNameError: no such experiment, profile, device or source.
+        UnknownNameError: no such experiment, profile, device, source or option.
         MissingDeviceError: the device is not there.
         DataUnavailableError: the workloads cannot be read from here.
     """
@@ -78,9 +85,12 @@ def run(
 
     if name not in EXPERIMENTS:
         raise unknown_name("experiment", name, EXPERIMENTS)
-    chosen = profiles.get(profile)
+    chosen = profiles.get(profile) if isinstance(profile, str) else profile
     target = resolve_device(device, chosen.device)
     measure = import_module(EXPERIMENTS[name]).run
+    for option in options:
+        if option not in signature(measure).parameters:
+            raise UnknownNameError(f"experiment {name!r} has no option {option!r}: leave it out")
     store = RecordStore(chosen.name, root=out)
     candidates = chosen.sources if source is None else (source,)
     for number, candidate in enumerate(candidates, start=1):
@@ -92,4 +102,4 @@ def run(
             if number == len(candidates):
                 raise
             logger.warning("source %r is passed over: %s", candidate, error)
-    raise DataUnavailableError(f"profile {profile!r} names no source of workloads: name one")
+    raise DataUnavailableError(f"profile {chosen.name!r} names no source of workloads: name one")

@@ -53,7 +53,7 @@ def run(
         UnknownNameError: no such source.
         DataUnavailableError: a model or a workload cannot be read from here.
     """
-    flow = Traffic(profile, device=device, source=source, save_traces=save_traces)
+    flow = Traffic(profile, device=device, source=source)
     records: list[Record] = []
     for model in profile.models:
         for workload in flow.workloads.values():
@@ -68,6 +68,8 @@ def run(
                     device=device,
                 )
     store.prune(EXPERIMENT, source=source, device=device)
+    if save_traces:
+        flow.save_all()
     return records
 
 

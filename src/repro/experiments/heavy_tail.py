@@ -64,7 +64,7 @@ def run(
         UnknownNameError: no such source.
         DataUnavailableError: a model or a workload cannot be read from here.
     """
-    flow = Traffic(profile, device=device, source=source, save_traces=save_traces)
+    flow = Traffic(profile, device=device, source=source)
     names = list(flow.workloads.values())
     records: list[Record] = []
 
@@ -87,6 +87,8 @@ def run(
         config = {**common, "workloads_sha256": texts}
         point(config, partial(measure_overlaps, flow, model, names))
     store.prune(EXPERIMENT, source=source, device=device)
+    if save_traces:
+        flow.save_all()
     return records
 
 

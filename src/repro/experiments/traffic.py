@@ -3,7 +3,7 @@
 The one idea: all measurements of routing read the same few traces.  A trace is kept in the
 cache under a key made of everything that decides it (weights, text, seed, sizes, code and
 library versions), so the second experiment does not run the model again, and it can be
-written out (``save_traces``) for others to replay; traces hold no text.
+written to ``data/traces`` (``save_all``) for others to replay; traces hold no text.
 
 Stages: ``prefill`` (whole prompts) and ``decode`` (free-running, sampled, after those
 prompts) are two parts of one recording; ``long-prefill`` has fewer, longer prompts, for the
@@ -12,6 +12,7 @@ sweep over prompt length.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from dataclasses import replace
 from functools import cached_property
@@ -20,20 +21,22 @@ from typing import Any
 
 from repro import paths
 from repro.errors import CheckpointError, DataUnavailableError, unknown_name
+from repro.integration import grouped
 from repro.integration.recording import record_decode, record_prefill
 from repro.integration.traces import RoutingTrace
 from repro.models import load_model
 from repro.profiles import Profile
 from repro.reporting.provenance import digest, file_digest, source_digest, versions
 from repro.reporting.records import canonical
-from repro.workloads.base import domain_workloads, load_workload
+from repro.workloads.base import domain_workloads, list_workloads, load_workload
 from repro.workloads.declarations import Domain, Workload
-from repro.workloads.tokens import prompts
+from repro.workloads.tokens import encode_stream, prompts
 
 STAGES = ("prefill", "decode", "long-prefill")
 SOURCES = (
     "repro.experiments.traffic",
     "repro.integration.experts",
+    "repro.integration.grouped",
     "repro.integration.recording",
     "repro.integration.routing",
     "repro.integration.statistics",
@@ -46,7 +49,9 @@ SOURCES = (
 # model repeats itself, and repeated tokens repeat their experts.
 TEMPERATURE = 1.0
 # Named, so that a record says what ran; the default differs between devices and stages.
-IMPLEMENTATION = "grouped_mm"
+IMPLEMENTATIONS = {"cpu": grouped.GROUPED_NAME, "cuda": "grouped_mm"}
+TOKENIZER_FILES = ("tokenizer*",)
+MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors*", *TOKENIZER_FILES)
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # bf16 decode is slower than float32 on a CPU
 # Of one forward pass; they bound memory and do not change what is measured.
 PREFILL_BATCH_TOKENS = 4096
@@ -58,15 +63,13 @@ logger = logging.getLogger(__name__)
 class Traffic:
     """The traces of one profile on one device, from one source of workloads."""
 
-    def __init__(
-        self, profile: Profile, *, device: str, source: str, save_traces: bool = False
-    ) -> None:
+    def __init__(self, profile: Profile, *, device: str, source: str) -> None:
         self.profile = profile
         self.device = device
         self.source = source
-        self.save_traces = save_traces
         self._workloads: dict[str, Workload] = {}
         self._loaded: tuple[str, Any, Any] | None = None
+        self._streams: dict[tuple[str, str], Any] = {}
         self._traces: dict[tuple[str, str, str], RoutingTrace] = {}
 
     @cached_property
@@ -89,7 +92,7 @@ class Traffic:
             "seed": self.profile.seed,
             "device": self.device,
             "dtype": DTYPES[self.device],
-            "experts_implementation": IMPLEMENTATION,
+            "experts_implementation": IMPLEMENTATIONS[self.device],
         }
 
     def workload_identity(self, name: str) -> dict[str, Any]:
@@ -137,9 +140,17 @@ class Traffic:
             if stage == "prefill+decode":
                 config |= self.decoding()
             self._traces[place] = self._cached(config)
-            if self.save_traces and stage == "prefill+decode":
-                self._traces[place].save(paths.traces_dir() / model / f"{workload}.npz")
         return self._traces[place]
+
+    def save_all(self) -> list[Path]:
+        """Write the trace of every model and workload, recorded if need be; the files."""
+        files: list[Path] = []
+        for model in self.profile.models:
+            for workload in self.workloads.values():
+                path = trace_path(model, workload, self.source)
+                self._recording(model, workload, "prefill+decode").save(path)
+                files.append(path)
+        return files
 
     def _cached(self, config: dict[str, Any]) -> RoutingTrace:
         installed = versions()
@@ -169,11 +180,14 @@ class Traffic:
             n=n_prompts,
             length=length,
             seed=self.profile.seed,
+            stream=self._stream(config["model"], config["workload"], tokenizer),
         )
+        grouped.register()
+        implementation = config["experts_implementation"]
         logger.info("recording %(model)s on %(workload)s: %(stage)s", config)
         if config["stage"] == "long-prefill":
             batch = max(1, PREFILL_BATCH_TOKENS // length)
-            return record_prefill(model, ids, batch, implementation=IMPLEMENTATION)
+            return record_prefill(model, ids, batch, implementation=implementation)
         return record_decode(
             model,
             ids,
@@ -182,8 +196,15 @@ class Traffic:
             seed=self.profile.seed,
             batch_size=DECODE_BATCH,
             include_prompt=True,
-            implementation=IMPLEMENTATION,
+            implementation=implementation,
         )
+
+    def _stream(self, model: str, workload: str, tokenizer: Any) -> Any:
+        """The workload's tokens, encoded once for all stages and models of one tokenizer."""
+        place = (model_digest(model, TOKENIZER_FILES), workload)
+        if place not in self._streams:
+            self._streams[place] = encode_stream(tokenizer, self.workload(workload))
+        return self._streams[place]
 
     def _model(self, name: str) -> tuple[Any, Any]:
         """One model at a time: a second one would double the memory for nothing."""
@@ -193,6 +214,7 @@ class Traffic:
                 import torch
 
                 torch.set_num_threads(self.profile.n_threads)
+                _keep_freed_memory()
             model, tokenizer = load_model(name, device=self.device, dtype=DTYPES[self.device])
             self._loaded = (name, model, tokenizer)
         return self._loaded[1], self._loaded[2]
@@ -213,8 +235,33 @@ def model_folder(name: str) -> Path:
     )
 
 
-def model_digest(name: str) -> str:
-    """Digest of the configuration, weights and tokenizer files of a model."""
+def _keep_freed_memory() -> None:
+    """Let the C library keep what is freed instead of giving it back to the system at once.
+
+    Every layer frees and asks again for the same tens of megabytes; getting them as fresh
+    pages each time was a tenth of the work.  Nothing happens where there is no glibc.
+    """
+    mmap_max, trim_threshold = -4, -1  # M_MMAP_MAX and M_TRIM_THRESHOLD of malloc.h
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, 2**31 - 1)
+
+
+def model_digest(name: str, patterns: tuple[str, ...] = MODEL_FILES) -> str:
+    """Digest of the configuration, weights and tokenizer files of a model.
+
+    What else lies beside them (card, recipe, training log, measured quality) decides nothing.
+    """
     folder = model_folder(name)
-    files = sorted(f for f in folder.iterdir() if f.suffix in (".json", ".safetensors"))
+    files = sorted({file for pattern in patterns for file in folder.glob(pattern)})
     return digest(*(part for file in files for part in (file.name, file_digest(file))))
+
+
+def trace_path(model: str, workload: str, source: str) -> Path:
+    """File of a saved trace; several sources that offer one name each have a file."""
+    sources = next((i.sources for i in list_workloads() if i.name == workload), ())
+    name = workload if len(sources) < 2 else f"{workload}-{source}"
+    return paths.traces_dir() / Path(model).name / f"{name}.npz"
