@@ -1,6 +1,7 @@
-"""How nbval runs the notebooks, so that stored outputs compare equal on every machine.
+"""How nbval runs the notebooks: stored outputs compare equal on every machine.
 
-Kernels inherit the environment set here: the one in which outputs are stored (`make refresh`).
+Kernels inherit the environment set here, in which outputs are stored too
+(`make refresh`).
 """
 
 import os
@@ -10,8 +11,14 @@ from repro.pipeline.environment import kernel_env
 
 os.environ.update(kernel_env())
 
-#: Rich twins of a text output (fresh ids and addresses in each run) and the kernel's notices.
-NOT_COMPARED = ("text/html", "image/svg+xml", "application/javascript", "stderr")
+#: Rich twins of a text output (fresh ids and addresses in each run) and the
+#: kernel's notices.
+NOT_COMPARED = (
+    "text/html",
+    "image/svg+xml",
+    "application/javascript",
+    "stderr",
+)
 
 
 def pytest_collectstart(collector: Any) -> None:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from repro.reporting.notebook import check, picture, show
+from repro.reporting.notebook import check, picture, show, table
+from repro.reporting.tables import Column, Row, Table
 
 
 def test_show_sorts_and_formats(capsys):
@@ -21,23 +22,23 @@ def test_show_refuses_what_may_differ(value):
 
 
 def test_check_prints_one_sentence_while_it_holds(capsys):
-    assert check("share", 0.501, 0.5, 0.01)
+    assert check("share", 0.501, 0.5, 0.01) is None  # a value would be shown by the cell
     first = capsys.readouterr().out
-    assert check("share", 0.498, 0.5, 0.01)
+    check("share", 0.498, 0.5, 0.01)
     assert capsys.readouterr().out == first == "share: as expected, within 1 %\n"
 
 
 @pytest.mark.parametrize("value", [0.52, float("nan"), float("inf")])
 def test_check_shows_a_wrong_value(capsys, value):
-    assert not check("share", value, 0.5, 0.01)
+    check("share", value, 0.5, 0.01)
     text = capsys.readouterr().out
     assert "NOT as expected" in text
     assert f"{value:.6g}" in text
 
 
 def test_check_near_zero_and_exact(capsys):
-    assert check("gap", 1e-9, 0.0, 0.0, atol=1e-6)
-    assert check("count", 3, 3, 0.0)
+    check("gap", 1e-9, 0.0, 0.0, atol=1e-6)
+    check("count", 3, 3, 0.0)
     assert capsys.readouterr().out == (
         "gap: as expected, within 1e-06\ncount: as expected, exactly\n"
     )
@@ -48,3 +49,10 @@ def test_picture_is_the_png_of_the_file():
 
     figure = Figure(figsize=(1, 1))
     assert picture(figure).data == png_bytes(figure)
+
+
+def test_table_is_titled_html_whose_text_twin_is_the_same_everywhere():
+    shown = table(Table("A < B", (Column("share", "%"),), (Row("ours", ("12.5",)),)))
+    assert "A &lt; B" in shown.data
+    assert ">12.5</td>" in shown.data
+    assert repr(shown) == "<IPython.core.display.HTML object>"

@@ -26,6 +26,7 @@ from repro.pipeline.notebooks import Chapter, chapters, execute, text_of
 from repro.pipeline.stamps import Stamp
 from repro.reporting.hashing import file_digest, package_digest
 from repro.reporting.provenance import utc_now
+from repro.reporting.record_sets import input_files
 from repro.reporting.records import RECORD_LOG, RecordStore
 
 PROGRESS_EVERY_S = 15.0
@@ -216,14 +217,13 @@ def _progress() -> Callable[[int, int, float], None]:
     return report
 
 
-def _record_bytes(profile: str) -> dict[str, str]:
-    store = RecordStore(profile)
-    return {f"records file {name}": file_digest(store.path(name)) for name in store.experiments()}
+def _input_bytes(profile: str) -> dict[str, str]:
+    return {paths.relative(path): file_digest(path) for path in input_files(profile)}
 
 
 def _figure_inputs(profile: str) -> dict[str, str]:
     return {
-        **_record_bytes(profile),
+        **_input_bytes(profile),
         "package code": package_digest(),
         "paper tables": stamps.tree_digest(paths.paper_dir(), "*.csv"),
         "versions": ", ".join(f"{name} {metadata.version(name)}" for name in DRAWN_WITH),

@@ -18,6 +18,8 @@ KERNEL_ENV: dict[str, str] = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONHASHSEED": "0",
     "PYTHONSAFEPATH": "1",
+    # tqdm asks for a widget package as soon as it is imported in a kernel; bars are off anyway.
+    "PYTHONWARNINGS": "ignore:IProgress not found",
     "TOKENIZERS_PARALLELISM": "false",
     "TQDM_DISABLE": "1",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",

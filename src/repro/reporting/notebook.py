@@ -3,7 +3,8 @@
 One idea: a stored output is compared letter by letter, so only what cannot vary is
 printed.  :func:`show` prints counts, names and yes or no; :func:`check` compares a measured
 number with an expectation and prints a fixed sentence while it holds, and the number when
-it does not.  :func:`picture` shows a figure as exactly the PNG that is written to disk.
+it does not.  :func:`picture` shows a figure as exactly the PNG that is written to disk, and
+:func:`table` a table as in the report; pictures and HTML are not compared.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from IPython.display import Image
+    from IPython.display import HTML, Image
     from matplotlib.figure import Figure
+
+    from repro.reporting.tables import Table
 
 
 def show(**facts: Any) -> None:
@@ -48,10 +51,11 @@ def _text(name: str, value: Any) -> str:
     )
 
 
-def check(name: str, value: float, expected: float, rtol: float, *, atol: float = 0.0) -> bool:
+def check(name: str, value: float, expected: float, rtol: float, *, atol: float = 0.0) -> None:
     """Compare ``value`` with ``expected``; print a sentence that is fixed while it holds.
 
-    Holds when ``|value - expected| <= rtol * |expected| + atol``.  Returns whether it does.
+    Holds when ``|value - expected| <= rtol * |expected| + atol``.  Returns nothing, or a cell
+    that ends with it would show the word ``True`` as well.
     """
     value, expected = float(value), float(expected)
     holds = math.isfinite(value) and abs(value - expected) <= rtol * abs(expected) + atol
@@ -63,7 +67,6 @@ def check(name: str, value: float, expected: float, rtol: float, *, atol: float 
         print(f"{name}: as expected, {within}")
     else:
         print(f"{name}: NOT as expected: {value:.6g}, expected {expected:.6g} {within}")
-    return holds
 
 
 def picture(figure: Figure) -> Image:
@@ -73,3 +76,12 @@ def picture(figure: Figure) -> Image:
     from repro.reporting.style import png_bytes
 
     return Image(data=png_bytes(figure), format="png")
+
+
+def table(content: Table) -> HTML:
+    """A table as in the report, with its title and the notes of its rows."""
+    import html
+
+    from IPython.display import HTML
+
+    return HTML(f"<p><b>{html.escape(content.title)}</b></p>{content.to_html()}")
