@@ -25,6 +25,8 @@ export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_DISABLE_PROGRESS_BARS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TRANSFORMERS_NO_ADVISORY_WARNINGS := 1
+# In a notebook's kernel tqdm asks for a widget package that draws those bars.
+export PYTHONWARNINGS := ignore:IProgress not found
 # Nothing reaches for a network unless it is asked to.
 ifeq ($(SOURCE),hub)
 export HF_HUB_OFFLINE ?= 0

@@ -7,16 +7,27 @@ import sys
 
 import numpy as np
 import pytest
-from test_reporting_samples import add_activation, add_all, add_heavy_tail, project
+from test_reporting_samples import (
+    add_activation,
+    add_all,
+    add_heavy_tail,
+    add_models,
+    project,
+)
 
-from repro.reporting import figures, heavy_tail_figures, style
+from repro.reporting import figures, heavy_tail_figures, model_records, style
 from repro.reporting.figures import FIGURES, draw_all, save_figure
+from repro.reporting.record_sets import footnote
 from repro.reporting.records import Record, RecordStore
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory) -> list[Record]:
-    return add_all(RecordStore("tiny", root=tmp_path_factory.mktemp("records")))
+    root = tmp_path_factory.mktemp("project")
+    with pytest.MonkeyPatch.context() as patch:
+        project(root, patch)
+        add_models(root)
+        return [*add_all(RecordStore("tiny")), *model_records.read()]
 
 
 def on_device(records: list[Record], name: str) -> list[Record]:
@@ -37,6 +48,13 @@ def texts(figure) -> list[str]:
 
 def draw(name: str, records: list[Record]):
     return FIGURES[name].function(FIGURES[name].records(records))
+
+
+ACTIVATION = [
+    "table1_decode_activation",
+    "table2_prefill_activation",
+    "activation_vs_prompt_length",
+]
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -148,7 +166,7 @@ def test_draw_all_writes_pictures_and_notes(tmp_path, monkeypatch):
     store = RecordStore("tiny")
     add_activation(store)
     drawn = draw_all("tiny")
-    names = ["table1_decode_activation", "table2_prefill_activation", "activation_vs_prompt_length"]
+    names = ACTIVATION
     assert [path.stem for path in drawn] == names
     assert all(path.parent == root / "figures" for path in drawn)
     note = json.loads(drawn[0].with_suffix(".json").read_text())
@@ -164,6 +182,41 @@ def test_other_profiles_have_a_folder_of_their_own(tmp_path, monkeypatch):
     root = project(tmp_path, monkeypatch)
     assert figures.folder("tiny") == root / "figures"
     assert figures.folder("gpu") == root / "figures" / "gpu"
+
+
+def test_committed_records_are_drawn_apart_and_say_where_they_are_from(tmp_path, monkeypatch):
+    root = project(tmp_path, monkeypatch)
+    add_activation(RecordStore("tiny"))
+    add_activation(RecordStore("public"))
+    drawn = draw_all("tiny")
+    folders = [path.parent.relative_to(root / "figures").as_posix() for path in drawn]
+    assert folders == ["."] * 3 + ["public"] * 3
+    note = json.loads(drawn[3].with_suffix(".json").read_text())
+    assert note["profiles"] == ["public"]
+    assert set(note["record_keys"]).isdisjoint(
+        json.loads(drawn[0].with_suffix(".json").read_text())["record_keys"]
+    )
+    public = RecordStore("public").read()
+    said = footnote(public)
+    assert said.startswith(f"Profile public, recorded on {public[0].device}, 2")
+    assert "source embedded" in said
+    assert footnote(RecordStore("tiny").read()) == ""
+    figure = draw("activation_vs_prompt_length", public)
+    save_figure(figure, "again", public)  # by default into the folder of its profile
+    assert said in texts(figure)
+    assert (root / "figures" / "public" / "again.png").is_file()
+    # The page of the other profile has that profile's pictures and no others.
+    assert {path.parent.name for path in draw_all("public")} == {"public"}
+
+
+def test_training_curves_are_those_of_the_logs(records):
+    figure = draw("models_training", records)
+    (axes,) = figure.axes
+    lines = {tuple(np.round(line.get_ydata(), 6)): line.get_xdata() for line in axes.lines[:2]}
+    assert set(lines) == {(3.5, 3.0, 3.5, 3.0), (1.5, 1.0, 1.5, 1.0)}
+    assert list(lines[1.5, 1.0, 1.5, 1.0]) == pytest.approx([5e-4, 1e-3, 1.5e-3, 2e-3])
+    assert {"wikitext2", "python"} <= set(texts(figure))
+    assert "Trained on Some GPU." in " ".join(texts(figure))
 
 
 def test_save_figure_alone(tmp_path, monkeypatch, records):

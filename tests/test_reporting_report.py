@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from test_reporting_samples import add_activation, add_all, project
+from test_reporting_samples import add_activation, add_all, add_models, project
 
 from repro.reporting import contradictions, sentences
 from repro.reporting.claims import CLAIMS
@@ -44,7 +44,9 @@ class Page(HTMLParser):
 def page(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         root = project(tmp_path_factory.mktemp("project"), patch)
+        add_models(root)
         add_all(RecordStore("tiny"))
+        add_all(RecordStore("public"))
         draw_all("tiny")
         path = write_report("tiny")
         assert path == root / "figures" / "report.html"
@@ -77,13 +79,15 @@ def test_it_reads_on_a_phone(page):
     (viewport,) = [a for a in parsed.all("meta") if a.get("name") == "viewport"]
     assert "width=device-width" in viewport["content"]
     n_tables = len(parsed.all("table"))
-    assert n_tables == sum(len(section.tables) for section in SECTIONS)
+    ours = {section.id: len(section.tables) for section in SECTIONS}
+    published = 4  # Tables 1, 2, 3 and the overlap; no number exists for the others
+    assert n_tables == ours.pop("models") + 2 * sum(ours.values()) + published
     assert len([a for a in parsed.all("div") if a.get("class") == "scroll"]) == n_tables
 
 
 def test_every_figure_is_embedded_with_words_for_it(page):
     images = Page(page).all("img")
-    assert len(images) == len(FIGURES)
+    assert len(images) == 2 * (len(FIGURES) - 1) + 1  # tiny and public; one of the models
     for image in images:
         data = base64.b64decode(image["src"].split(",", 1)[1])
         assert data.startswith(b"\x89PNG")
@@ -105,6 +109,41 @@ def test_verdicts_findings_and_what_is_open_are_there(page):
         assert record.key in page
     for row in load_table("table1_decode_activation"):
         assert html.escape(row["source"]).replace("&#x27;", "&#39;") in page
+
+
+def test_every_set_of_records_has_its_label(page):
+    text = re.sub(r"base64,[^\"]*", "", page)
+    for section in SECTIONS[1:]:
+        part = text.split(f'<section id="{section.id}">')[1].split("</section>")[0]
+        here, recorded = part.index(">tiny <small>"), part.index(">public <small>recorded on ")
+        verb = "computed" if section.id == "table3" else "measured"
+        assert part.index(f"<small>{verb} here: ") < recorded
+        assert here < recorded
+        if ">published <small>" in part:
+            ours = part.split(">published <small>")[0]
+            assert 'class="paper' not in ours and 'class="corrected' not in ours
+            assert 'class="ours' not in part.split(">published <small>")[1]
+    assert "recorded on Some GPU, a CPU, 2026-01-02 to 2026-01-03" in text
+    assert text.count("python -m repro measure activation --profile public") == 3
+
+
+def test_the_models_are_there_with_their_targets(page):
+    part = page.split('<section id="models">')[1].split("</section>")[0]
+    assert "GSM8K 0.8500 (target 0.86)" in part
+    assert "75 % stage 1 and 25 % stage 2" in part
+    assert "effective experts 60 to 70 % of E by layer, 0 unused" in part
+    assert "python -m repro.models.train moe-fine" in part
+
+
+def test_a_profile_of_its_own_shows_itself_alone(tmp_path, monkeypatch):
+    root = project(tmp_path, monkeypatch)
+    add_activation(RecordStore("tiny"))
+    add_activation(RecordStore("public"))
+    path = write_report("public")
+    assert path == root / "figures" / "public" / "report.html"
+    assert "profile tiny" not in path.read_text()
+    assert "measured here" not in path.read_text()
+    assert "recorded on" in path.read_text()
 
 
 def test_a_page_without_records_says_so(tmp_path, monkeypatch):
@@ -131,8 +170,9 @@ def test_sentences_follow_the_numbers(tmp_path):
     ]
     text = sentences.table1(records)
     assert f"moe-fine {min(at_32):.0f} to {max(at_32):.0f} % averaged over decode steps" in text
-    assert "62.0 %" in text
-    assert "26.0 %" in text
+    assert "62.0 %" not in text  # what was published is a sentence of its own
+    assert "62.0 %" in sentences.table1_paper()
+    assert "26.0 %" in sentences.table1_paper()
     assert "from 128 tokens on" in sentences.table2_length(records)
     assert sentences.span([3.2, 3.4]) == "3 %"
 

@@ -7,6 +7,7 @@ made to hold or to fail on purpose.
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import numpy as np
@@ -209,6 +210,54 @@ def add_all(store: RecordStore, **heavy: object) -> list[Record]:
     add_heavy_tail(store, **heavy)
     add_model_table(store)
     return store.read()
+
+
+def add_models(root: Path, gsm8k_bits: float = 0.85) -> Path:
+    """Folder of a model that was trained in two stages, as the training room writes it."""
+    from repro.models.integrity import fingerprint
+
+    folder = root / "data" / "models" / "moe-fine"
+    folder.mkdir(parents=True)
+    config = {"num_hidden_layers": 2, "num_local_experts": 48, "num_experts_per_tok": 4}
+    (folder / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 64}))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    stage = {"short_steps": 6, "batch_tokens": 100, "long_tokens": 4096}
+    trained = {"device": "Some GPU", "date": "2026-01-02", "torch": "2.11.0"}
+    recipe = {"stages": [stage, stage], "share_of_second_stage": 0.25, "trained_on": trained}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    for number, extra in ((1, []), (2, [{"step": 0, "revived_layer_expert_source": []}])):
+        rows = [
+            {
+                "step": step,
+                "tokens": 100 * step,
+                "trained_s": 3.0 * step,
+                "validation_nats": {"wikitext2": 4.0 - 0.1 * step, "python": 2.0 - 0.1 * step},
+            }
+            for step in (5, 10)
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in [*extra, *rows])
+        (folder / f"training-stage{number}.jsonl").write_text(lines)
+    quality = {
+        "test_sets": {
+            name: {"bits_per_byte": bits, "n_tokens": 1000}
+            for name, bits in (("wikitext2", 1.2), ("gsm8k", gsm8k_bits), ("humaneval", 1.1))
+        },
+        "tasks": {
+            f"{task}/{level}": {"accuracy": 1.0 - 0.1 * level, "n": 200}
+            for task in ("arithmetic", "recall")
+            for level in (1, 2)
+        },
+        "routing": {
+            "effective_experts_fraction": [0.7, 0.6],
+            "n_unused": [0, 0],
+            "n_tokens": 102_400,
+        },
+    }
+    for name in ("quality-stage1.json", "quality-stage2.json"):
+        (folder / name).write_text(json.dumps(quality))
+    stated = {"checkpoint_sha256": fingerprint(folder), "device": "cpu", "date": "2026-01-03"}
+    (folder / "quality.json").write_text(json.dumps({**quality, "provenance": stated}))
+    return folder
 
 
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -103,11 +103,42 @@ def test_text_and_html_show_the_same_cells(records):
     text, page = table.to_text(), table.to_html()
     for row in table.rows:
         assert all(cell in text for cell in row.cells)
-    assert page.count("<tr") == len(table.rows) + 1
+    assert page.count("<tr") == len(table.rows) + 2  # a head for ours, a head for the papers'
     assert 'class="paper withdrawn"' in page
     assert 'class="corrected unverified"' in page
     assert max(map(len, text.split("\n")[1:20])) < 150
     assert str(table) == text
+
+
+def test_measured_and_published_numbers_never_share_a_column(records):
+    for build in (paper_tables.table1, paper_tables.table3, paper_tables.overlap):
+        ours, published = build(records).parts()
+        assert {row.origin for row in ours.rows} <= {"ours", "bound"}
+        assert {row.origin for row in published.rows} <= {"paper", "corrected"}
+        assert published.part("paper") == published
+        pages = build(records).to_html().split("</table>")
+        assert len(pages) == 3
+        assert not any('class="ours' in page and 'class="paper' in page for page in pages)
+        # In text each block has a head of its own, under one another at the same places.
+        lines = build(records).to_text().split("\n")
+        heads = [line for line in lines if line.startswith("from")]
+        assert len(heads) == 2 and heads[0] == heads[1]
+    codes = "R read in the named place"
+    table = paper_tables.table1(records)
+    assert codes in table.part("paper").to_html()
+    assert codes not in table.part("ours").to_html()
+
+
+def test_a_table_of_dashes_has_no_numbers(records):
+    assert not paper_tables.table2_length(records).part("paper").has_numbers
+    assert paper_tables.table1(records).part("paper").has_numbers
+
+
+def test_where_every_row_is_ours_no_column_says_so():
+    page = Table("t", (Column("a"),), (Row("ours", ("1",)), Row("ours", ("2",)))).to_html()
+    assert "from" not in page
+    mixed = Table("t", (Column("a"),), (Row("ours", ("1",)), Row("bound", ("2",)))).to_html()
+    assert '<th scope="row">bound</th>' in mixed
 
 
 def test_a_wrong_row_is_refused():

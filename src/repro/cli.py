@@ -102,7 +102,10 @@ def _known_source(source: str | None) -> str | None:
 
 
 ProfileOption = Annotated[
-    str, typer.Option(help="Parameter set: tiny (CPU) or gpu.", callback=_known)
+    str,
+    typer.Option(
+        help="Parameter set: tiny, public (test sets in a folder) or gpu.", callback=_known
+    ),
 ]
 SourceOption = Annotated[
     str | None,
@@ -127,13 +130,9 @@ def doctor(
 @app.command()
 def models() -> None:
     """List the bundled models and the known checkpoints."""
-    from repro.models import list_models
+    from repro.models.catalog import format_models, list_models
 
-    for info in list_models():
-        size = "" if info.n_bytes is None else f"{info.n_bytes / 2**20:,.0f} MiB"
-        here = info.where if info.available else f"{info.where} (not here)"
-        print(f"{info.name:<20} {info.kind:<10} {size:>12}  {here}")
-        print(f"{'':<20} {info.summary}")
+    print(format_models(list_models()))
 
 
 @app.command()
@@ -146,12 +145,16 @@ def measure(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the records (default: data/records).")
     ] = None,
+    save_traces: Annotated[
+        bool, typer.Option("--save-traces", help="Write the routing traces to data/traces too.")
+    ] = False,
 ) -> None:
     """Run one experiment and append its records."""
     from repro import experiments
 
+    options = {"save_traces": True} if save_traces else {}
     records = experiments.run(
-        experiment, profile, device=device, source=source, force=force, out=out
+        experiment, profile, device=device, source=source, force=force, out=out, **options
     )
     print(f"{experiment}: {len(records)} records")
 

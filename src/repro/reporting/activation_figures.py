@@ -75,7 +75,7 @@ def activation_vs_prompt_length(records: Sequence[Record]) -> Figure:
             _line(style.GREY, line, "o", f"batch {batch}")
             for batch, line in zip(batches, _BATCH_LINES, strict=False)
         ]
-        bound_line = _line(style.GREY, "-", None, "independent uniform routing", 1.0)
+        bound_line = _line(style.GREY, "-", None, "independent uniform routing, same dashes", 1.0)
         _shared_legend(figure, [*_workload_handles(ours), *lines, bound_line])
     return figure
 
@@ -91,7 +91,11 @@ def _against_batch(records: Sequence[Record], stage: str, label: str) -> Figure:
         for axes in grid[0][len(shown) :]:
             axes.set_axis_off()
         _paper_panels(grid[1], stage)
-        for axes in [*grid[0][: len(shown)], *grid[1][:2]]:
+        lengths = ", ".join(f"{n:,}" for n in sorted(distinct(ours, "prompt_tokens")))
+        of_tokens = f" of {lengths} tokens" if stage == "prefill" and lengths else ""
+        for axes in grid[0][: len(shown)]:
+            style.log2_axis(axes, _BATCHES, f"batch size (sequences{of_tokens})")
+        for axes in grid[1][:2]:
             style.log2_axis(axes, _BATCHES, "batch size (sequences)")
         for row in grid:
             style.percent_axis(row[0], f"{label} (%)")
@@ -142,7 +146,9 @@ def _line(colour: str, line: str, marker: str | None, label: str, width: float =
 
 
 def _shared_legend(figure: Figure, handles: list[Line2D]) -> None:
-    figure.legend(handles=handles, loc="outside upper center", ncols=min(3, len(handles)))
+    columns = min(3, len(handles))
+    ordered = style.by_rows(handles, columns)
+    figure.legend(handles=ordered, loc="outside upper center", ncols=columns)
 
 
 def _title(model: str, records: Sequence[Record]) -> str:
@@ -209,10 +215,14 @@ def _paper_panels(row: Sequence[Axes], stage: str) -> None:
         axes = first if entry["base_model"] == "Qwen3-30B-A3B" else second
         _draw_paper(axes, entry)
     for axes, models in ((first, ["Qwen3-30B-A3B"]), (second, list(_PAPER_COLOUR)[1:])):
+        handles, _ = axes.get_legend_handles_labels()
         if stage == "decode":
-            for number, model in enumerate(models):
-                _paper_bound(axes, model, labelled=number == 0)
-        axes.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.2), fontsize=7)
+            for model in models:
+                _paper_bound(axes, model)
+            bound = "independent uniform routing"
+            bound += ", in each model's colour" if len(models) > 1 else ""
+            handles.append(_line(style.GREY, "--", None, bound, 0.8))
+        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(-0.02, -0.2), fontsize=7)
     first.set_title("Paper: Qwen3-30B-A3B, 128 experts")
     second.set_title("Paper: the other models")
 
@@ -242,12 +252,11 @@ def _draw_paper(axes: Axes, entry: paper.Row) -> None:
     )
 
 
-def _paper_bound(axes: Axes, model: str, *, labelled: bool) -> None:
+def _paper_bound(axes: Axes, model: str) -> None:
     config = paper.model_config(model)
     bound = [
         paper.uniform_activation(config["routed_experts"], config["top_k"], batch)
         for batch in _BATCHES
     ]
-    label = "independent uniform routing" if labelled else "_"
     colour = _PAPER_COLOUR[model] if model != "Qwen3-30B-A3B" else style.GREY
-    axes.plot(_BATCHES, bound, "--", color=colour, linewidth=0.8, alpha=0.7, label=label)
+    axes.plot(_BATCHES, bound, "--", color=colour, linewidth=0.8, alpha=0.7, label="_")

@@ -74,7 +74,8 @@ def below_uniform(records: Sequence[Record]) -> Iterator[Case]:
         yield Case(
             case_name(identity),
             gaps[batch] >= -ABOVE_BOUND_PP,
-            f"{gaps[batch]:+.1f} points below the bound at batch {batch}",
+            f"{abs(gaps[batch]):.1f} points {'below' if gaps[batch] >= 0 else 'above'} the bound "
+            f"at batch {batch}",
             gaps[batch] + ABOVE_BOUND_PP,
         )
 
@@ -114,7 +115,8 @@ def prefill_above_decode(records: Sequence[Record]) -> Iterator[Case]:
         yield Case(
             case_name(identity),
             gaps[batch] >= -STEP_PP,
-            f"{gaps[batch]:+.1f} points at batch {batch}",
+            f"{abs(gaps[batch]):.1f} points {'above' if gaps[batch] >= 0 else 'below'} decode at "
+            f"batch {batch}",
             gaps[batch] + STEP_PP,
         )
 

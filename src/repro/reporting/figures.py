@@ -5,7 +5,8 @@ machine.  Beside each PNG stands a JSON with the keys of the records in it, the 
 they were measured on and the commits that measured them.
 
 The default profile draws into ``figures/``; every other profile into a folder of its name
-there, so that they do not overwrite each other.
+there, so that they do not overwrite each other.  One picture holds one set of records: a
+picture of committed records says at its foot where and when they were measured.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from repro import paths
+from repro import paths, profiles
 from repro.files import write_bytes, write_text
-from repro.reporting import activation_figures, heavy_tail_figures, style
-from repro.reporting.grouping import devices, select
-from repro.reporting.records import Record, RecordStore
-
-DEFAULT_PROFILE = "tiny"
+from repro.reporting import activation_figures, heavy_tail_figures, model_figures, style
+from repro.reporting.grouping import devices, distinct, select
+from repro.reporting.model_records import TRAINING
+from repro.reporting.record_sets import MODELS, footnote, record_sets
+from repro.reporting.records import Record
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,24 @@ FIGURES: dict[str, FigureSpec] = {
         ("DynaExq Figure 2",),
         "The ten busiest experts by layer and workload",
     ),
+    "models_training": FigureSpec(
+        model_figures.models_training,
+        (MODELS,),
+        (TRAINING,),
+        "Validation loss of the bundled models while they were trained",
+    ),
 }
 
 
 def folder(profile: str) -> Path:
     """Where the figures and the report of ``profile`` go."""
     base = paths.figures_dir()
-    return base if profile == DEFAULT_PROFILE else base / profile
+    return base if profile == profiles.DEFAULT else base / profile
+
+
+def set_folder(profile: str, name: str) -> Path:
+    """Where the pictures of the set ``name`` on the page of ``profile`` are."""
+    return folder(profile if name == MODELS else name)
 
 
 def figure_facts(name: str, title: str, records: Sequence[Record]) -> dict[str, Any]:
@@ -95,7 +107,7 @@ def figure_facts(name: str, title: str, records: Sequence[Record]) -> dict[str, 
     return {
         "name": name,
         "title": title,
-        "profiles": sorted({str(record.config.get("profile")) for record in records}),
+        "profiles": sorted(map(str, distinct(records, "profile"))),
         "experiments": sorted({record.experiment for record in records}),
         "devices": devices(records),
         "commits": [
@@ -114,26 +126,33 @@ def save_figure(
     title: str = "",
     target: Path | None = None,
 ) -> Path:
-    """Write ``<name>.png`` and ``<name>.json`` to ``target`` (default ``figures/``)."""
-    where = paths.figures_dir() if target is None else target
+    """Write ``<name>.png`` and ``<name>.json`` to ``target``.
+
+    By default the target is the folder of the records' profile.
+    """
+    if target is None:
+        of_profile = distinct(records, "profile")
+        target = folder(of_profile[0]) if len(of_profile) == 1 else paths.figures_dir()
+    said = footnote(records)
+    if said:
+        with style.context():
+            style.footnote(figure, said)
     facts = figure_facts(name, title, records)
-    path = where / f"{name}.png"
+    path = target / f"{name}.png"
     write_bytes(path, style.png_bytes(figure))
     write_text(path.with_suffix(".json"), json.dumps(facts, indent=1, sort_keys=True) + "\n")
     return path
 
 
 def draw_all(profile: str) -> list[Path]:
-    """Draw every figure whose records exist; returns the PNG files."""
-    records = RecordStore(profile).read()
+    """Draw every figure of every set on the page of ``profile``; returns the PNG files."""
     drawn: list[Path] = []
-    for name, spec in FIGURES.items():
-        chosen = spec.records(records)
-        if not select(chosen, kind="measured"):
-            continue
-        drawn.append(
-            save_figure(
-                spec.function(chosen), name, chosen, title=spec.title, target=folder(profile)
-            )
-        )
+    for item in record_sets(profile):
+        for name, spec in FIGURES.items():
+            chosen = spec.records(item.records)
+            if not select(chosen, kind="measured"):
+                continue
+            target = set_folder(profile, item.name)
+            figure = spec.function(chosen)
+            drawn.append(save_figure(figure, name, chosen, title=spec.title, target=target))
     return drawn

@@ -41,6 +41,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()[:16]
 
 
+@lru_cache(maxsize=1024)  # every point of an experiment asks for the same modules
 def code_digest(source: str) -> str:
     """Digest of Python code that ignores comments, docstrings and blank lines.
 

@@ -147,7 +147,7 @@ def _heat_map(axes: Axes, records: Sequence[Record]) -> None:
             colour = "white" if shared > 0.6 * TOP else "black"
             axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=8.5)
     chance = chance_overlap(n_experts(records))
-    axes.set_title(f"shared top-10 experts\n(by chance: {fixed(chance, 1)})")
+    axes.set_title(f"shared of the top 10 experts\n(mean; by chance {fixed(chance, 1)})")
 
 
 def _workloads(records: Sequence[Record]) -> list[str]:

@@ -45,6 +45,7 @@ _VERSIONS = {
     "authors_draft_8e92d414": "re-collected draft",
     "authors_draft_14f231a7": "re-collected draft",
 }
+_CODES = "Codes of the papers' rows: R read in the named place, C computed from R."
 _SAMPLED = {"decode_mean": "mean of steps", "next_token": "next token", "prefill": "prompt"}
 
 
@@ -124,12 +125,11 @@ def _activation_table(records: Sequence[Record], stage: str, title: str) -> Tabl
     tokens = sorted(distinct(ours, "prompt_tokens"))
     prompts = f"Our prompts have {', '.join(map(str, tokens))} tokens. " if tokens else ""
     caption = (
-        f"{prompts}Our rows: mean over layers and draws, with the larger half of the 95 % "
-        "interval. Sampled: the single next token after the prompt, the mean of the decode "
-        "steps, or the whole prompt. Uniform routing: every token draws its experts "
-        "independently and evenly. Codes: R read in the named place, C computed from R."
+        f"{prompts}Mean over layers and draws, with the larger half of the 95 % interval. "
+        "Sampled: the single next token after the prompt, the mean of the decode steps, or the "
+        "whole prompt. Uniform routing: every token draws its experts independently and evenly."
     )
-    return Table(title, columns, tuple(rows), caption, keys=_keys(records))
+    return Table(title, columns, tuple(rows), caption, _keys(records), _CODES)
 
 
 def _paper_row(entry: dict[str, Any]) -> Row:
@@ -206,7 +206,7 @@ def table3(records: Sequence[Record]) -> Table:
     for model in distinct(chosen, "model"):
         found = {record.metric: record for record in select(chosen, model=model)}
         cells = [_table3_cell(metric, found.get(metric)) for metric, _ in _TABLE3]
-        rows.append(Row("ours", (model, *cells), note="computed from the configuration"))
+        rows.append(Row("ours", (model, *cells)))
     for row in paper.load_table("table3_models"):
         cells = [
             f"{row['total_params_B']}e9",
@@ -223,10 +223,12 @@ def table3(records: Sequence[Record]) -> Table:
         "Table 3: models, and the bytes of one expert at each precision",
         columns,
         tuple(rows),
-        "Active: parameters per token. Routed: share of all parameters that is in routed "
-        "experts. B: bytes of one routed expert, FP16 group scales counted. The body of Table 3 in "
-        "v3 itself was not available.",
-        keys=_keys(chosen),
+        "Computed from the configurations. Active: parameters per token. Routed: share of all "
+        "parameters that is in routed experts. B: bytes of one routed expert, FP16 group scales "
+        "counted.",
+        _keys(chosen),
+        "The body of Table 3 in version 3 itself was not available: these rows are the authors' "
+        "draft.",
     )
 
 
@@ -273,9 +275,9 @@ def heavy_tail(records: Sequence[Record]) -> Table:
                 ),
             )
         )
-    head = ("Qwen3-30B-A3B, layer 15", "WikiText, GSM8K, HumanEval", "1")
+    head = ("Qwen3-30B-A3B, layer 15", "WikiText, GSM8K, HumanEval")
     rows.append(
-        Row("paper", (*head, *("-" for _ in range(4))), note="Figure 2 is known by its text alone")
+        Row("paper", (*head, *("-" for _ in range(5))), note="Figure 2 is known by its text alone")
     )
     return Table(
         "Figure 2 in numbers: how unevenly experts are used",

@@ -1,7 +1,8 @@
 """One or two sentences per table and figure, computed from the numbers they comment on.
 
 One idea: a sentence beside a figure goes stale when the figure changes, unless it is made
-from the same records.  Nothing here is typed except the words between the numbers.
+from the same records.  Nothing here is typed except the words between the numbers.  What
+was measured and what was published are sentences of their own.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _at(records: Sequence[Record], **config: object) -> list[float]:
 
 
 def table1(records: Sequence[Record]) -> str:
-    """Decode activation at batch 32, both protocols, against the bound and the paper."""
+    """Decode activation at batch 32, both protocols, against the bound."""
     chosen = select(records, claim="DynaExq Table 1", batch_size=LARGE)
     parts: list[str] = []
     for model in distinct(chosen, "model"):
@@ -57,17 +58,21 @@ def table1(records: Sequence[Record]) -> str:
             )
     if not parts:
         return NOTHING
+    return f"At batch {LARGE} one decode step activates, over the workloads: {'; '.join(parts)}."
+
+
+def table1_paper() -> str:
+    """The printed value of Table 1 and the one that replaced it."""
     old = activation("decode", "v3_text", "Qwen3-30B-A3B")[LARGE]
     new = activation("decode", paper.RECOLLECTED, "Qwen3-30B-A3B")[LARGE]
     return (
-        f"At batch {LARGE} one decode step activates, over the workloads: {'; '.join(parts)}. "
-        f"The paper printed {old:.1f} % for Qwen3-30B-A3B; its authors later replaced it by "
-        f"{new:.1f} %, sampled at the next token only."
+        f"The paper printed {old:.1f} % at batch {LARGE} for Qwen3-30B-A3B; its authors later "
+        f"replaced it by {new:.1f} %, sampled at the next token only."
     )
 
 
 def table2(records: Sequence[Record]) -> str:
-    """Prefill activation at batch 1 and 32 against the paper."""
+    """Prefill activation at batch 1 and 32."""
     chosen = select(records, claim="DynaExq Table 2", metric="activation_ratio")
     if not chosen:
         return NOTHING
@@ -78,16 +83,20 @@ def table2(records: Sequence[Record]) -> str:
         if first and last:
             parts.append(f"{model} {span(first)} with one prompt and {span(last)} with {LARGE}")
     tokens = ", ".join(str(n) for n in sorted(distinct(chosen, "prompt_tokens")))
+    return (
+        f"Prompts of {tokens} tokens activate {'; '.join(parts)}. Few experts saturate sooner: how "
+        "many tokens fill a layer is shown against prompt length below."
+    )
+
+
+def table2_paper() -> str:
+    """What the published rows of Table 2 reach."""
     published = [
         row["values"][LARGE]
         for row in paper.activation_rows("prefill")
         if not row["corrected"] and LARGE in row["values"]
     ]
-    return (
-        f"Prompts of {tokens} tokens activate {'; '.join(parts)}. The published rows reach "
-        f"{span(published)} at batch {LARGE}. Few experts saturate sooner: how many tokens fill "
-        "a layer is shown against prompt length below."
-    )
+    return f"The published rows reach {span(published)} at batch {LARGE}."
 
 
 def table2_length(records: Sequence[Record]) -> str:
@@ -109,8 +118,13 @@ def table2_length(records: Sequence[Record]) -> str:
         parts.append(f"{model} {found}")
     return (
         f"A single prompt activates at least 90 % of the experts on every workload: "
-        f"{'; '.join(parts)}. No published value exists for this sweep."
+        f"{'; '.join(parts)}."
     )
+
+
+def table2_length_paper() -> str:
+    """There is none."""
+    return "No value was published for this sweep."
 
 
 def table3(records: Sequence[Record]) -> str:
@@ -154,7 +168,13 @@ def figure2(records: Sequence[Record]) -> str:
         )
     if not parts:
         return NOTHING
+    return f"Averaged over layers, {'; '.join(parts)}."
+
+
+def figure2_paper() -> str:
+    """What is known of Figure 2."""
+    n = paper.model_config("Qwen3-30B-A3B")["routed_experts"]
     return (
-        f"Averaged over layers, {'; '.join(parts)}. The paper states disjoint top-{TOP} sets for "
-        "one layer of a model with 128 experts; no value of its Figure 2 is published."
+        f"The paper states disjoint top-{TOP} sets for one layer of a model with {n} experts; no "
+        "value of its Figure 2 is published."
     )

@@ -109,6 +109,16 @@ def percent_axis(axes: Axes, label: str) -> None:
     axes.set_ylabel(label)
 
 
+def by_rows(handles: Sequence[Any], columns: int) -> list[Any]:
+    """Legend entries so ordered that they read row by row; legends fill column by column."""
+    return [handle for start in range(columns) for handle in handles[start::columns]]
+
+
+def footnote(figure: Figure, text: str) -> None:
+    """A small line below all panels: where the numbers of this picture come from."""
+    figure.supxlabel(text, x=0.01, ha="left", fontsize=7, color=GREY)
+
+
 def png_bytes(figure: Figure) -> bytes:
     """The figure as PNG, the same bytes each time: no metadata, at most 128 colours."""
     raw = io.BytesIO()

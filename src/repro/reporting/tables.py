@@ -1,15 +1,16 @@
 """Tables with typed cells, as fixed-width text for notebooks and as HTML for the report.
 
 One idea: every row says where it comes from.  Our rows and the papers' rows never share a
-row, and a paper row is set apart by its origin, its status code and its look.  "No
-published value" is a legal cell, and an empty one is not.
+row or a column: they stand in blocks below each other, each with a head of its own, and a
+paper row carries its status code and its look.  "No published value" is a legal cell, and
+an empty one is not.
 """
 
 from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Literal
 
@@ -20,6 +21,8 @@ ORIGIN_LABEL: dict[str, str] = {
     "paper": "paper",
     "corrected": "paper, corrected",
 }
+BLOCKS: dict[str, tuple[Origin, ...]] = {"ours": ("ours", "bound"), "paper": ("paper", "corrected")}
+"""The blocks of a table in order, and the origins of the rows in each."""
 NO_PUBLISHED = "no published value"
 NOT_MEASURED = "not measured"
 
@@ -57,6 +60,7 @@ class Table:
     rows: tuple[Row, ...]
     caption: str = ""
     keys: tuple[str, ...] = field(default=())
+    paper_caption: str = ""  # what is to be said about the papers' rows only
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -68,28 +72,60 @@ class Table:
             if not all(row.cells):
                 raise ValueError(f"table {self.title!r}: an empty cell in {row.cells}")
 
+    def part(self, block: str) -> Table:
+        """The rows of one of :data:`BLOCKS`, with what is to be said about them."""
+        rows = tuple(row for row in self.rows if row.origin in BLOCKS[block])
+        if block == "paper":
+            return replace(self, rows=rows, caption="", keys=())
+        return replace(self, rows=rows, paper_caption="")
+
+    def parts(self) -> list[Table]:
+        """All blocks that have rows."""
+        return [part for block in BLOCKS if (part := self.part(block)).rows]
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether any numeric cell holds more than a dash."""
+        return any(
+            cell != "-"
+            for row in self.rows
+            for column, cell in zip(self.columns, row.cells, strict=True)
+            if column.numeric
+        )
+
     def to_text(self) -> str:
         """Fixed-width text; notes of rows stand below, numbered."""
         notes = _numbered(row.note for row in self.rows)
         heads = ["from", *(column.heading for column in self.columns)]
-        lines: list[list[str]] = []
-        for row in self.rows:
-            mark = f" [{notes[row.note]}]" if row.note else ""
-            lines.append([f"{ORIGIN_LABEL[row.origin]}{mark}", *row.cells])
-        widths = [max(len(line[i]) for line in [heads, *lines]) for i in range(len(heads))]
+        blocks = [
+            [
+                [ORIGIN_LABEL[r.origin] + (f" [{notes[r.note]}]" if r.note else ""), *r.cells]
+                for r in part.rows
+            ]
+            for part in self.parts()
+        ]
+        # One width for all blocks, so that the eye can compare them.
+        lines = [heads, *(line for block in blocks for line in block)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
         numeric = [False, *(column.numeric for column in self.columns)]
-        text = [self.title, _text_line(heads, widths, numeric)]
-        text.append("  ".join("-" * width for width in widths))
-        text += [_text_line(line, widths, numeric) for line in lines]
-        text += [f"[{number}] {note}" for note, number in notes.items()]
-        if self.caption:
-            text.append(self.caption)
-        return "\n".join(text)
+        text = [self.title]
+        for block in blocks or [[]]:
+            text += ["", _text_line(heads, widths, numeric)]
+            text.append("  ".join("-" * width for width in widths))
+            text += [_text_line(line, widths, numeric) for line in block]
+        said = [f"[{number}] {note}" for note, number in notes.items()]
+        said += [caption for caption in (self.caption, self.paper_caption) if caption]
+        return "\n".join([*text, "", *said] if said else text)
 
     def to_html(self) -> str:
-        """An HTML table whose rows carry their origin as a class."""
+        """HTML tables, one for each block; rows carry their origin as a class."""
+        return "\n".join(part._html() for part in self.parts())
+
+    def _html(self) -> str:
         escape = html.escape
         notes = _numbered(row.note for row in self.rows)
+        told = bool(notes) or len({row.origin for row in self.rows}) > 1
+        first = '<th scope="col">from</th>' if told else ""
         head = "".join(
             f'<th scope="col"{_html_class(column)}>{escape(column.heading)}</th>'
             for column in self.columns
@@ -102,16 +138,17 @@ class Table:
                 f"<td{_html_class(column, cell)}>{escape(cell)}</td>"
                 for column, cell in zip(self.columns, row.cells, strict=True)
             )
-            label = escape(ORIGIN_LABEL[row.origin])
-            body.append(f'<tr class="{classes}"><th scope="row">{label}{mark}</th>{cells}</tr>')
+            label = f'<th scope="row">{escape(ORIGIN_LABEL[row.origin])}{mark}</th>' if told else ""
+            body.append(f'<tr class="{classes}">{label}{cells}</tr>')
         items = "".join(
             f"<li><sup>{number}</sup> {escape(note)}</li>" for note, number in notes.items()
         )
         below = f'<ul class="notes">{items}</ul>' if items else ""
-        caption = f'<p class="caption">{escape(self.caption)}</p>' if self.caption else ""
+        captions = [text for text in (self.caption, self.paper_caption) if text]
+        said = "".join(f'<p class="caption">{escape(text)}</p>' for text in captions)
         return (
-            f'<div class="scroll"><table><thead><tr><th scope="col">from</th>{head}</tr></thead>'
-            f"<tbody>{''.join(body)}</tbody></table></div>{below}{caption}"
+            f'<div class="scroll"><table><thead><tr>{first}{head}</tr></thead>'
+            f"<tbody>{''.join(body)}</tbody></table></div>{below}{said}"
         )
 
     def __str__(self) -> str:
