@@ -11,12 +11,13 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat import v4 as make
-from test_reporting_samples import project
+from test_reporting_samples import add_activation, add_models, project
 
 from repro import pipeline
 from repro.errors import DataUnavailableError, OutputError, UnknownNameError
 from repro.pipeline import driver, notebooks, stamps
 from repro.pipeline.notebooks import NotebookError
+from repro.reporting.records import RecordStore
 
 PARAMETERS = 'profile = "tiny"\nseed = 0\nforce = False'
 MEASURE = """
@@ -146,6 +147,29 @@ def test_status_says_what_would_run_and_runs_nothing(home, executed, capsys):
     assert sorted(home.rglob("*")) == before
     assert text.count("would run") == 4
     assert text.count("never run here") == 4
+
+
+def test_committed_records_of_other_profiles_are_inputs_of_the_page(home, capsys):
+    write(home, "00_start", "1 + 1")
+    add_activation(RecordStore("public"))
+    add_models(home)
+    assert pipeline.reproduce("tiny") == 1  # nothing of the profile's own is measured
+    drawn = {path.relative_to(home).as_posix() for path in home.rglob("*.png")}
+    assert "figures/models_training.png" in drawn
+    assert "figures/public/table1_decode_activation.png" in drawn
+    capsys.readouterr()
+    pipeline.status("tiny")
+    assert "would run" not in capsys.readouterr().out
+    store = RecordStore("public")
+    store.path("activation").write_text(store.path("activation").read_text() + "\n")
+    quality = home / "data" / "models" / "moe-fine" / "quality.json"
+    quality.write_text(quality.read_text() + "\n")
+    pipeline.status("tiny")
+    text = capsys.readouterr().out
+    assert text.count("would run") == 3
+    assert "changed: model moe-fine\n" in text  # the notebook; it cannot see the other records
+    changed = "data/models/moe-fine/quality.json, data/records/public/activation.jsonl"
+    assert f"changed: {changed}" in text
 
 
 def test_skipping_needs_no_heavy_import(home, root):
@@ -281,6 +305,8 @@ def test_a_model_that_changes_is_an_input(home):
     stamp = stamps.Stamp(before, {}, 1.0, "then")
     assert stamps.reason_to_run("tiny", stamp, after) == "changed: model small"
     assert stamps.reason_to_run("tiny", stamp, before) is None
+    (home / "data" / "models" / "small" / "README.md").write_text("prose")
+    assert stamps.common_inputs("tiny", None) == after
 
 
 def test_an_unreadable_stamp_counts_as_none(home):

@@ -142,7 +142,7 @@ def test_a_profile_of_its_own_shows_itself_alone(tmp_path, monkeypatch):
     path = write_report("public")
     assert path == root / "figures" / "public" / "report.html"
     assert "profile tiny" not in path.read_text()
-    assert "measured here" not in path.read_text()
+    assert "measured here:" not in path.read_text()
     assert "recorded on" in path.read_text()
 
 

@@ -183,7 +183,7 @@ def refresh(
 
 @app.command()
 def figures(profile: ProfileOption = "tiny") -> None:
-    """Draw every figure from the records."""
+    """Draw every figure from the records, committed ones of other profiles included."""
     from repro import paths
     from repro.reporting import figures
 
@@ -202,7 +202,7 @@ def report(profile: ProfileOption = "tiny") -> None:
 
 @app.command()
 def verify(profile: ProfileOption = "tiny") -> None:
-    """Check the papers' claims against the records; non-zero when one fails."""
+    """Check the claims against every set of records; non-zero when a required one fails."""
     from repro.reporting import verify
 
     raise typer.Exit(verify.verify(profile))

@@ -92,10 +92,7 @@ def format_models(models: Iterable[ModelInfo]) -> str:
             size = "missing or damaged"
             if info.n_params is not None and info.n_bytes is not None:
                 size = f"{_params(info.n_params)} {_bytes(info.n_bytes)}"
-            lines += [
-                f"  {info.name:<20}{size:<20}  {info.summary}",
-                f"  {'':<20}{'':<20}  {info.where}",
-            ]
+            lines += [f"  {info.name:<20}{size:<20}  {info.where}", f"    {info.summary}"]
     return "\n".join(lines)
 
 

@@ -82,8 +82,9 @@ def common_inputs(profile: str, source: str | None) -> dict[str, str]:
 
 
 def tree_digest(folder: Path, pattern: str) -> str:
-    """Digest of the names and bytes of the files below ``folder``."""
-    files = sorted(path for path in folder.rglob(pattern) if path.is_file())
+    """Digest of the names and bytes of the files below ``folder``, prose (Markdown) left out."""
+    found = (path for path in folder.rglob(pattern) if path.suffix != ".md")
+    files = sorted(path for path in found if path.is_file())
     parts = [f"{path.relative_to(folder).as_posix()} {file_digest(path)}" for path in files]
     return digest(*parts)
 

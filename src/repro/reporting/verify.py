@@ -104,8 +104,8 @@ def _summary(sets: Sequence[RecordSet], found: Sequence[Verdicts]) -> list[str]:
         said = ", ".join(f"{word}: {count}" for word, count in counts.items())
         lines.append(f"{item.name:<{_COLUMN}}{said or 'nothing measured'}")
     lines.append(
-        '"holds" and "not here" repeat a literal number of the paper, which other models need '
-        'not share; "-": not measured in this set'
+        '"pass" and "fail" decide; "holds" and "not here" are of statements that other models '
+        'need not share, and decide nothing; "-": not measured in this set'
     )
     own = sets[0]
     if not any(row.claim.required and own.name in row.measured for row in found):
