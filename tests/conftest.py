@@ -4,6 +4,7 @@ Environment variables are set before any test imports a library that reads them.
 """
 
 import os
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ os.environ.update(
         "HF_HUB_OFFLINE": "1",
         "MPLBACKEND": "agg",
         "OMP_NUM_THREADS": N_THREADS,
+        "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONSAFEPATH": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",
@@ -26,6 +28,10 @@ os.environ.update(
 if not os.path.exists("/dev/nvidiactl"):
     # Triton kernels run in its interpreter; it must be on before a kernel is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A run started in the background inherits an ignored Ctrl-C; tests of interruptions send one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from hypothesis import settings  # noqa: E402  (after the environment is set)
 
