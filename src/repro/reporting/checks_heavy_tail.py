@@ -79,7 +79,7 @@ def few_dominate(records: Sequence[Record]) -> Iterator[Case]:
     for identity, series in _curves(records).items():
         mean, _, _ = mean_curve(series)
         share = 100 * share_of_busiest(mean, FIFTH)
-        found = f"busiest fifth carries {share:.2f} %"
+        found = f"busiest fifth carries {share:.3f} %"
         yield Case(case_name(identity), share > MANY_PERCENT, found, share - MANY_PERCENT)
 
 

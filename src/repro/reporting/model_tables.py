@@ -108,11 +108,11 @@ def tasks(records: Sequence[Record]) -> Table:
             of_task = select(chosen, model=model, task=task)
             found = {record.config["level"]: 100 * number(record) for record in of_task}
             rows.append(Row("ours", (model, task, *(fixed(found.get(x), 1, "-") for x in levels))))
-    n = ", ".join(sorted({str(record.n) for record in chosen}))
+    items = dict.fromkeys(f"{record.n} items for {record.config['model']}" for record in chosen)
     caption = (
-        f"Greedy answers, exact match, {n or 'no'} items in each cell. Target: at least "
-        f"{100 * TASK_ACCURACY:.0f} % at level {EASIEST_LEVEL}. Where a level has few possible "
-        "prompts, training has seen many of them. '-': the task has no such level."
+        f"Greedy answers, exact match; in each cell {' and '.join(items) or 'none'}. Target: at "
+        f"least {100 * TASK_ACCURACY:.0f} % at level {EASIEST_LEVEL}. Where a level has few "
+        "possible prompts, training has seen many of them. '-': the task has no such level."
     )
     return Table("Generated tasks", columns, tuple(rows), caption, _keys(chosen))
 

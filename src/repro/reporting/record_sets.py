@@ -21,6 +21,12 @@ from repro.reporting.records import Record, RecordStore
 
 MODELS = "models"
 """Name of the set of what was measured on the bundled models when they were trained."""
+ABOUT = {
+    profiles.DEFAULT: "what every reader can measure: text that the environment itself contains",
+    "public": "the public test sets WikiText-2, GSM8K and HumanEval, with longer prompts",
+    "gpu": "more and longer prompts on a GPU",
+    MODELS: "what was measured on the bundled models when they were trained",
+}
 
 
 @dataclass(frozen=True)

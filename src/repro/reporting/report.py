@@ -22,7 +22,7 @@ from repro.files import write_text
 from repro.reporting import contradictions, paper, style
 from repro.reporting.figures import FIGURES, folder, set_folder
 from repro.reporting.grouping import devices, distinct
-from repro.reporting.record_sets import MODELS, RecordSet, dates, label_of, record_sets
+from repro.reporting.record_sets import ABOUT, MODELS, RecordSet, dates, label_of, record_sets
 from repro.reporting.records import Record, command, is_current
 from repro.reporting.report_sections import OPEN_POINTS, SECTIONS, Section
 from repro.reporting.sentences import NOTHING
@@ -110,6 +110,7 @@ def _set(item: RecordSet) -> dict[str, Any]:
         "facts": [
             (name, text)
             for name, text in (
+                ("what", ABOUT.get(item.name, "")),
                 ("workloads", ", ".join(sorted(map(str, distinct(records, "workload"))))),
                 ("source of workloads", ", ".join(sorted(map(str, distinct(records, "source"))))),
                 ("records", f"{len(records)} of {_experiments(records)}" if records else "none"),

@@ -23,6 +23,7 @@ ORIGIN_LABEL: dict[str, str] = {
 }
 BLOCKS: dict[str, tuple[Origin, ...]] = {"ours": ("ours", "bound"), "paper": ("paper", "corrected")}
 """The blocks of a table in order, and the origins of the rows in each."""
+_SHORT_CELL = 10  # letters; such a cell is never broken, however narrow the screen
 NO_PUBLISHED = "no published value"
 NOT_MEASURED = "not measured"
 
@@ -170,7 +171,7 @@ def _text_line(cells: Sequence[str], widths: Sequence[int], numeric: Sequence[bo
 
 def _html_class(column: Column, cell: str = "-") -> str:
     if not column.numeric:
-        return ""
+        return ' class="short"' if len(cell) <= _SHORT_CELL else ""
     return ' class="number"' if cell == "-" else ' class="number value"'
 
 
