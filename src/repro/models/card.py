@@ -127,11 +127,10 @@ def model_card(folder: Path) -> str:
         f"3. The committed weights are {1 - recipe['share_of_second_stage']:.0%} stage 1 and "
         f"{recipe['share_of_second_stage']:.0%} stage 2, revived experts whole from stage 2 "
         "(`python -m repro.models.average`). The share was chosen on WikiText-2 validation and "
-        "MATH-500. One tensor departs from it: the program of that day visited the embedding, which "
-        "is tied to the head, twice, so it stands at "
+        "MATH-500. One tensor departs from it: the program of that day visited the embedding, "
+        "which is tied to the head, twice, so it stands at "
         f"{1 - (1 - recipe['share_of_second_stage']) ** 2:.2%} stage 2. The program is mended and "
-        "would give that tensor another value; everything measured here is of the committed "
-        "weights.",
+        "would give that tensor another value; all that is measured here is of these weights.",
         "",
         "## Quality",
         "",
@@ -147,10 +146,10 @@ def model_card(folder: Path) -> str:
         "",
         *_task_table(qualities["final"]),
         "",
-        "Evaluation prompts and training texts come from different seeds, but small levels meet all "
-        "the same: how many do is counted in `repro.workloads.tasks.base`. In the training logs the "
-        "validation loss of `tasks` jumps where the long phase begins, because its windows then "
-        "began inside documents; that is the measurement, not the model.",
+        "Evaluation prompts and training texts come from different seeds, but small levels meet "
+        "all the same: how many do is counted in `repro.workloads.tasks.base`. In the training "
+        "logs the validation loss of `tasks` jumps where the long phase begins, because its "
+        "windows then began inside documents; that is the measurement, not the model.",
         "",
         "## Limits",
         "",
