@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from repro.experiments.placement import captured_share
+from repro.experiments.placement import captured_matrix, captured_share
 from repro.experiments.statistics import top_experts, top_share
 
 COUNTS = arrays(np.int64, (3, 8), elements=st.integers(0, 50)).filter(
@@ -40,6 +40,14 @@ def test_leading_axes_are_kept() -> None:
     one_by_one = [captured_share(part, np.array([[3], [0], [1]])) for part in counts]
     assert found.shape == (2, 3)
     assert np.allclose(found, one_by_one)
+
+
+def test_a_placement_is_worth_most_where_it_was_chosen() -> None:
+    traffic = {"a": np.array([[6, 3, 1], [1, 0, 9]]), "b": np.array([[0, 1, 9], [8, 1, 1]])}
+    found = captured_matrix(traffic, traffic, 1)
+    assert np.allclose(found, [[0.75, 0.05], [0.1, 0.85]])  # chosen on, serving
+    one_row = captured_matrix({"a": traffic["a"]}, traffic, 3)
+    assert one_row.tolist() == [[1.0, 1.0]]
 
 
 def test_bad_input_is_refused() -> None:

@@ -12,10 +12,13 @@ Letters: L layers, E experts, n experts in the set.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from repro.experiments.statistics import top_experts
 
 
 def captured_share(
@@ -36,3 +39,21 @@ def captured_share(
     shape = (*numbers.shape[:-1], chosen.shape[-1])
     inside = np.take_along_axis(numbers, np.broadcast_to(chosen, shape), axis=-1)
     return np.asarray(inside.sum(axis=-1) / total)
+
+
+def captured_matrix(
+    chosen_on: Mapping[str, npt.NDArray[Any]], serving: Mapping[str, npt.NDArray[Any]], n_high: int
+) -> npt.NDArray[np.float64]:
+    """Share served by the busiest ``n_high`` experts of one traffic when another comes.
+
+    Args:
+        chosen_on: traffic by which experts are chosen, name to counts ``[L, E]``.
+        serving: traffic that is asked, name to counts ``[L, E]``.
+        n_high: experts chosen per layer.
+
+    Returns:
+        Means over layers, ``[len(chosen_on), len(serving)]`` in the order of the names.
+    """
+    placements = [top_experts(counts, n_high) for counts in chosen_on.values()]
+    rows = [[captured_share(c, p).mean() for c in serving.values()] for p in placements]
+    return np.array(rows, dtype=np.float64)
