@@ -27,6 +27,7 @@ from repro.contract import (
     NO_PAGE,
     Action,
     Block,
+    EncodedWeight,
     FormatId,
     Health,
     Outcome,
@@ -41,6 +42,7 @@ from repro.contract import (
     pages_of,
     unpack_row,
 )
+from repro.formats import make_format
 from repro.integration.experts import ExpertsLayer
 from repro.integration.statistics import DeviceStatistics
 
@@ -187,8 +189,10 @@ def round_trip_invariant(build) -> None:
             errors.append(float(((decoded - weight) ** 2).mean()))
             junk = {part: bytes(len(data)) for part, data in parts.items()}
             assert not np.array_equal(np.asarray(encoded.decode(n_bits, junk)), decoded)
+        # Down to the rounding of the tables, where few weights have a code each.
+        floor = 1e-6 * float((weight**2).mean())
         if shape[1] > 1:
-            assert all(a > b for a, b in zip(errors, errors[1:], strict=False)), errors
+            assert all(a > b or a < floor for a, b in zip(errors, errors[1:], strict=False)), errors
         if encoded.widths[-1] >= 8:
             span = weight.max() - weight.min()
             assert np.abs(np.asarray(encoded.decode(encoded.widths[-1])) - weight).max() < span / 64
@@ -909,9 +913,42 @@ def token_count_invariant(build) -> None:
 
 # What is held to the contract -----------------------------------------------------------------
 
+
+class OfTensors:
+    """The package's formats take tensors; the invariants are written with arrays."""
+
+    def __init__(self, name: str) -> None:
+        self.format = make_format(name)
+
+    def encode(self, weight: np.ndarray, importance: np.ndarray | None = None) -> EncodedWeight:
+        given = None if importance is None else torch.from_numpy(importance)
+        return self.format.encode(torch.from_numpy(weight), given)
+
+
+def of_tensors(name: str) -> Callable[[], OfTensors]:
+    return lambda: OfTensors(name)
+
+
 # A way to build it, by room: add the real ones here.
 IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {
-    "format": {"nearest": NearestFormat},
+    "format": {
+        "nearest": NearestFormat,
+        **{
+            name: of_tensors(name)
+            for name in (
+                "any-precision",
+                "any-precision-r1",
+                "any-precision-r2",
+                "any-precision-r0",
+                "int8-g8",
+                "int4-g128",
+                "int3-g32-asym",
+                "int2-g64",
+                "fp16",
+                "fp32",
+            )
+        },
+    },
     "clock": {"steps": StepClock},
     "residency": {"paged": PagedResidency},
     "policy": {"top-n": TopN},
