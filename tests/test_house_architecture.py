@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "residency": {"formats", "kernels"},
     "integration": {"formats", "kernels", "residency"},
     "workloads": set(),
-    "models": {"integration", "workloads"},
+    "models": {"formats", "integration", "workloads"},
     "calibration": {"formats", "integration", "models", "workloads"},
     "serving": {"formats", "integration", "kernels", "policies", "residency"},
     "simulate": {"formats", "policies", "residency"},
@@ -40,7 +40,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "environment": {"errors", "files", "lockfile"},
     "doctor": GROUND,
     "pipeline": {"experiments", "models", "reporting", "workloads"},
-    "cli": {"doctor", "experiments", "models", "pipeline", "reporting", "workloads"},
+    "cli": {
+        "calibration", "doctor", "experiments", "formats", "models", "pipeline", "reporting",
+        "workloads",
+    },
     "__main__": {"cli"},
 }  # fmt: skip
 

@@ -24,11 +24,18 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MANIFEST = "repro_quantized.json"  # of a folder that holds experts in a format of this package
+UNFINISHED = "repro_quantized.unfinished.json"  # the same while it is being made
 _HEADER_LIMIT = 100_000_000
 # What a weight may be stored in.  Codes of a quantiser have one or two bytes or fewer and are
 # no weights without their scales; whole-number buffers (positions, counters) are wider.
 _CODE_DTYPES = re.compile(r"[IU](8|16)|F[468]_\w+|F4")
 _EXPERT_IN_NAME = re.compile(r"^(?P<stack>.*\.experts)\.(?P<expert>\d+)\.(?P<part>.+)$")
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether a folder holds (or is about to hold) a checkpoint that this package quantised."""
+    return (folder / MANIFEST).is_file() or (folder / UNFINISHED).is_file()
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -41,6 +48,11 @@ def weight_files(folder: Path) -> list[Path]:
     """
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
+    if is_quantized(folder):
+        raise CheckpointError(
+            f"checkpoint {folder.name!r} is quantised, its weights are codes: name the folder it "
+            "was made from, or load it with repro.load_model"
+        )
     index = folder / INDEX
     if not index.is_file():
         raise CheckpointError(
@@ -147,9 +159,14 @@ def check_experts(label: str, names: Iterable[str], n_experts: int) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """sha256 over config and weight files: which checkpoint a record speaks of."""
+    """sha256 over config and weight files: which checkpoint a record speaks of.
+
+    Of a quantised folder the manifest stands for the weights: it holds their hashes.
+    """
     digest = hashlib.sha256()
-    for path in [folder / "config.json", *weight_files(folder)]:
+    manifest = folder / MANIFEST
+    weights = [manifest] if manifest.is_file() else weight_files(folder)
+    for path in [folder / "config.json", *weights]:
         digest.update(path.name.encode())
         with open(path, "rb") as handle:
             while chunk := handle.read(1 << 22):

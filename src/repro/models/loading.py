@@ -19,13 +19,16 @@ from typing import Any
 import torch
 
 from repro.errors import CheckpointError, DataUnavailableError, MissingDeviceError, unknown_name
-from repro.models.integrity import check_files, check_finite, check_loading
+from repro.models.integrity import check_files, check_finite, check_loading, is_quantized
 from repro.models.layout import check_model, inspect_config, read_config
 from repro.models.published import PUBLISHED
 from repro.models.specs import SPECS
 from repro.paths import models_dir, relative
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"
+)  # fmt: skip
 # Spaces, digits, contractions, letters beyond ASCII: where pre-tokenizers differ.
 _PROBE = "It's 12345 things:\n\n  x += 1\tZoë won't écrire 漢字."
 
@@ -99,34 +102,68 @@ def _locate(name_or_path: str | Path) -> tuple[str, Path | None]:
     return text, None
 
 
+def local_folder(name_or_path: str | Path, revision: str | None = None) -> tuple[str, Path]:
+    """(label, folder) of a checkpoint whose files can be read a tensor at a time.
+
+    A hub id is fetched into the hub's own cache, or found there.
+
+    Raises:
+        UnknownNameError, CheckpointError, DataUnavailableError: as :func:`load_model`.
+    """
+    label, folder = _locate(name_or_path)
+    if folder is not None:
+        return label, folder
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return label, Path(snapshot_download(label, revision=revision, allow_patterns=wanted))
+    except Exception as error:  # the library raises many kinds
+        raise _loading_error(f"checkpoint {label!r}", False, error, "") from error
+
+
 def load_model(
     name_or_path: str | Path,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     *,
     revision: str | None = None,
+    n_bits: int | None = None,
 ) -> tuple[Any, Any]:
     """Load a Mixture-of-Experts model and its tokenizer, checked.
 
     Args:
-        name_or_path: bundled name, published name, checkpoint folder or hub id.
+        name_or_path: bundled name, published name, checkpoint folder (also one that
+            ``repro quantize`` made) or hub id.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: ``auto`` (float32 on a CPU, the checkpoint's own on a GPU) or a dtype.
         revision: commit or tag on the hub.
+        n_bits: of a quantised folder, the width its experts are decoded at; the largest
+            by default.
 
     Returns:
         ``(model, tokenizer)``: the model in evaluation mode.
 
     Raises:
-        UnknownNameError: neither a known name, nor a folder, nor the form of a hub id.
+        UnknownNameError: neither a known name, nor a folder, nor the form of a hub id; a
+            width that a quantised folder does not hold.
         CheckpointError: unsupported layout; missing, truncated, quantised or non-finite
-            weights; no tokenizer that fits.
+            weights; no tokenizer that fits; ``n_bits`` for what is not quantised.
         DataUnavailableError: the hub cannot be reached or refuses.
         MissingDeviceError: no such device here.
     """
     target = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, target)
     label, folder = _locate(name_or_path)
+    if folder is not None and is_quantized(folder):
+        from repro.models.quantized_loading import load_quantized_model
+
+        return load_quantized_model(folder, target, torch_dtype, n_bits)
+    if n_bits is not None:
+        raise CheckpointError(
+            f"checkpoint {label!r} is not quantised, so it cannot be read at {n_bits} bits: "
+            "quantise it first, or leave n_bits out"
+        )
     if folder is not None:
         layout = inspect_config(read_config(folder))
         check_files(folder, layout.n_experts)
@@ -138,6 +175,19 @@ def load_model(
     tokenizer = _load_tokenizer(label, source, folder is not None, revision)
     _check_tokenizer(label, tokenizer, folder, model.get_input_embeddings().num_embeddings)
     return model.to(target).eval(), tokenizer
+
+
+def load_local_tokenizer(label: str, folder: Path, model: Any) -> Any:
+    """The checked tokenizer in ``folder``; None if it holds no file of one.
+
+    Raises:
+        CheckpointError: it cannot be loaded or does not fit the model.
+    """
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    tokenizer = _load_tokenizer(label, str(folder), True, None)
+    _check_tokenizer(label, tokenizer, folder, model.get_input_embeddings().num_embeddings)
+    return tokenizer
 
 
 @contextmanager
