@@ -136,6 +136,65 @@ def models() -> None:
 
 
 @app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Bundled name, folder or hub id.")],
+    prompts: Annotated[
+        Path, typer.Option(help="Your prompts: one a line, or JSON lines with prompt or text.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the calibration; a stopped run goes on.")],
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    streamed: Annotated[
+        bool, typer.Option("--streamed", help="One layer in memory at a time; no heads.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(help="Tokens read of a prompt.", min=1)] = 1024,
+    n_blocks: Annotated[
+        int, typer.Option(help="Blocks measured one by one for the heads; 0: no heads.", min=0)
+    ] = 96,
+) -> None:
+    """Train sensitivities and prompt heads on your own prompts, before serving."""
+    from repro.calibration.job import Options
+    from repro.calibration.run import calibrate as run
+
+    options = Options(max_tokens=max_tokens, n_blocks=n_blocks)
+    summary = run(model, prompts, out, device=device, streamed=streamed, options=options)
+    print(f"{out}: calibrated on {summary['n_tokens']} tokens of {summary['n_prompts']} prompts")
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="Bundled name, folder or hub id.")],
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoint; a stopped run goes on.")],
+    format: Annotated[
+        str, typer.Option(help="any-precision, int4-g128, int4-g64-asym, fp16, ...")
+    ] = "any-precision",
+    calibration: Annotated[
+        Path | None, typer.Option(help="Folder of `repro calibrate`: which errors matter more.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace what another source or format left there.")
+    ] = False,
+) -> None:
+    """Encode the experts of a checkpoint, layer by layer."""
+    from repro.formats import make_format
+    from repro.models.loading import local_folder
+    from repro.models.quantize import quantize as run
+
+    made = make_format(format)
+    importance = None
+    if calibration is not None:
+        from repro.calibration.attached import importance_of
+
+        importance = importance_of(calibration, local_folder(model)[1])
+    manifest = run(model, out, made, importance, force=force, progress=print, device=device)
+    if calibration is not None:
+        from repro.calibration.attached import attach
+
+        print(f"stored with it: {', '.join(attach(calibration, out)) or 'nothing'}")
+    print(f"{out}: readable at {', '.join(map(str, manifest.widths))} bits")
+
+
+@app.command()
 def measure(
     experiment: Annotated[str, typer.Argument(help="Name of an experiment.")],
     profile: ProfileOption = "tiny",
