@@ -40,7 +40,7 @@ SEED_BITS = 3
 PARENT_BITS = 8
 WIDTHS = tuple(range(2, PARENT_BITS + 1))
 MAX_SAMPLES = 16_384  # values a table is fitted to; all are encoded with it
-_CHUNK_VALUES = {"cpu": 1 << 20, "cuda": 1 << 27}
+_CHUNK_VALUES = {"cpu": 1 << 20, "cuda": 1 << 26}
 _LARGEST, _SMALLEST = 60_000.0, 2.0**-14  # float16: range of its normal numbers
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 N_CANDIDATES = 128
+_TABLE_VALUES = {"cpu": 1 << 22, "cuda": 1 << 27}  # of the table of segments, at a time
 MAX_ITERATIONS = 50
 
 
@@ -109,7 +110,20 @@ def _candidates(problems: Problems) -> Tensor:
 
 
 def _by_dynamic_programming(problems: Problems, n_clusters: int) -> Tensor:
-    positions = _candidates(problems)  # [G, C + 1]
+    """Best of all choices among the candidate cuts, some problems at a time."""
+    positions = _candidates(problems)  # [G, candidates + 1]
+    limit = _TABLE_VALUES.get(positions.device.type, _TABLE_VALUES["cpu"])
+    step = max(1, limit // positions.shape[-1] ** 2)
+    chosen = [
+        _best_cuts(problems, positions[start : start + step], start, n_clusters)
+        for start in range(0, positions.shape[0], step)
+    ]
+    return torch.cat(chosen)
+
+
+def _best_cuts(problems: Problems, positions: Tensor, start: int, n_clusters: int) -> Tensor:
+    own = slice(start, start + len(positions))
+    problems = Problems(problems.values[own], problems.weight[own], problems.weighted[own])
     weight = problems.weight.gather(-1, positions)
     weighted = problems.weighted.gather(-1, positions)
     # A segment's error is its sum of squares (the same for all) less weighted^2 / weight.
