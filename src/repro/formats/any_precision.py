@@ -25,6 +25,7 @@ from torch import Tensor
 
 from repro.contract import FormatId
 from repro.formats.checks import check_importance, check_weight
+from repro.formats.clipping import power_of_two
 from repro.formats.encoded import (
     EncodedMatrix,
     EncodedStack,
@@ -34,13 +35,20 @@ from repro.formats.encoded import (
 )
 from repro.formats.kmeans import Problems, fill_empty, seed, split
 from repro.formats.layout import pack_planes, row_words, unpack_planes
-from repro.formats.row_scales import SEARCH_BITS, initial_scales, search_scales
+from repro.formats.row_scales import (
+    SEARCH_BITS,
+    SMALLEST_SCALE,
+    initial_scales,
+    search_scales,
+)
 
 SEED_BITS = 3
 PARENT_BITS = 8
 WIDTHS = tuple(range(2, PARENT_BITS + 1))
 MAX_SAMPLES = 16_384  # values a table is fitted to; all are encoded with it
-_CHUNK_VALUES = {"cpu": 1 << 20, "cuda": 1 << 26}
+SEARCH_SAMPLES = 4_096  # the same while scales are searched, where only narrow tables are read
+_CHUNK_VALUES = 1 << 20  # weights encoded at a time on a CPU
+_BYTES_PER_VALUE = 160  # of intermediate tensors on a GPU, measured
 _LARGEST, _SMALLEST = 60_000.0, 2.0**-14  # float16: range of its normal numbers
 
 
@@ -142,7 +150,7 @@ class AnyPrecision:
             CheckpointError: NaN or infinite weights, or importance that is not a number.
         """
         check_weight(weight, 3)
-        spread = None if importance is None else _unless_zero(check_importance(importance, weight))
+        spread = None if importance is None else _relative(check_importance(importance, weight))
         _, n_rows, n_columns = weight.shape
         rows = min(self.rows_per_lut or n_rows, n_rows)
         scales = initial_scales(weight, spread)
@@ -162,7 +170,12 @@ class AnyPrecision:
         tensors = _assembled(pieces, weight.shape[0])
         constant = int((weight.amax(dim=-1) == weight.amin(dim=-1)).sum())
         zero = int((weight == 0).flatten(1).all(dim=-1).sum())
-        notes = {"constant_rows": constant, "zero_experts": zero, "rescaled_rows": rescaled}
+        notes = {
+            "constant_rows": constant,
+            "zero_experts": zero,
+            "rescaled_rows": rescaled,
+            "vanishing_rows": _rows_below_float32(weight),
+        }
         return EncodedStack(scheme, tensors, {k: n for k, n in notes.items() if n})
 
     def _encode_chunk(
@@ -177,11 +190,11 @@ class AnyPrecision:
         exact = weight.to(torch.float32)
         scheme = AnyPrecisionScheme(exact.shape[1], exact.shape[2], rows_per_lut, has_scales)
         for number in range(self.scale_rounds if rows_per_lut > 1 else 0):
-            problems = _problems(exact, importance, scales, scheme)
+            problems = _problems(exact, importance, scales, scheme, SEARCH_SAMPLES)
             edges = _nested_edges(problems, max(SEARCH_BITS))
             levels = _levels(problems, edges, exact.shape[0])
             scales = search_scales(exact, importance, scales, levels, rows_per_lut, far=number == 0)
-        problems = _problems(exact, importance, scales, scheme)
+        problems = _problems(exact, importance, scales, scheme, MAX_SAMPLES)
         edges = _nested_edges(problems, PARENT_BITS)
         thresholds = problems.thresholds(edges[PARENT_BITS])
         codes = _codes(exact, scales, thresholds.to(torch.float32), scheme)
@@ -189,14 +202,17 @@ class AnyPrecision:
         tensors = {f"plane{plane}": words for plane, words in enumerate(planes)}
         if has_scales:
             tensors["scales"] = scales
+        limit = _table_limit(scales, scheme)
         for n_bits, table in _tables(problems, thresholds, exact.shape[0]).items():
-            tensors[f"lut{n_bits}"] = table.to(torch.float16)
+            tensors[f"lut{n_bits}"] = table.clamp(-limit, limit).to(torch.float16)
         return tensors
 
 
 def _chunks(weight: Tensor, rows_per_lut: int) -> Iterator[tuple[slice, slice]]:
     """Experts, or whole groups of rows of one expert, so that intermediate tensors stay small."""
-    limit = _CHUNK_VALUES.get(weight.device.type, _CHUNK_VALUES["cpu"])
+    limit = _CHUNK_VALUES
+    if weight.device.type == "cuda":
+        limit = max(limit, torch.cuda.mem_get_info(weight.device)[0] // _BYTES_PER_VALUE)
     n_experts, n_rows, n_columns = weight.shape
     step = max(1, limit // (n_rows * n_columns))
     rows = n_rows
@@ -226,16 +242,36 @@ def _full(parts: list[Tensor], n_experts: int) -> int:
     return sum(part.shape[0] * part.shape[1] for part in parts) // n_experts
 
 
-def _unless_zero(importance: Tensor) -> Tensor:
-    """Ones for an expert whose importance is zero throughout: it was never routed."""
-    known = importance.amax(dim=(-2, -1), keepdim=True) > 0
-    return importance if bool(known.all()) else torch.where(known, importance, 1.0)
+def _relative(importance: Tensor) -> Tensor:
+    """Near 1 for what matters most in each expert; ones for an expert never routed, all zero."""
+    largest = importance.amax(dim=(-2, -1), keepdim=True)
+    # By a power of two, which is exact: sums and products must not leave float32.
+    return torch.where(largest > 0, importance * _inverse_power(largest), 1.0)
+
+
+def _inverse_power(largest: Tensor) -> Tensor:
+    """A power of two that brings positive float32 numbers near 1."""
+    return power_of_two((-torch.frexp(largest).exponent).clamp(-126, 127))
 
 
 def _rows_beyond_float16(weight: Tensor) -> int:
     """Rows whose table would overflow float16, or lose its values to its smallest numbers."""
     largest = weight.abs().amax(dim=-1).to(torch.float32)
     return int(((largest > _LARGEST) | ((largest > 0) & (largest < _SMALLEST))).sum())
+
+
+def _rows_below_float32(weight: Tensor) -> int:
+    """Rows of nothing but zeros and numbers that float32 holds with few bits left."""
+    largest = weight.abs().amax(dim=-1).to(torch.float32)
+    return int(((largest > 0) & (largest < SMALLEST_SCALE)).sum())
+
+
+def _table_limit(scales: Tensor, scheme: AnyPrecisionScheme) -> Tensor:
+    """Largest entry of each group's table ``[E, G, 1]`` that no scale takes beyond float32."""
+    largest = _grouped(scales.to(torch.float32).abs()[..., None], scheme, 0.0).amax(dim=1)
+    # 1 % less, so that rounding entry or product to a type of the same range stays finite.
+    limit = torch.finfo(torch.float32).max / largest * 0.99
+    return limit.clamp_max(torch.finfo(torch.float16).max).view(len(scales), -1, 1)
 
 
 def _grouped(values: Tensor, scheme: AnyPrecisionScheme, fill: float) -> Tensor:
@@ -250,17 +286,22 @@ def _normalised(weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def _problems(
-    weight: Tensor, importance: Tensor | None, scales: Tensor, scheme: AnyPrecisionScheme
+    weight: Tensor,
+    importance: Tensor | None,
+    scales: Tensor,
+    scheme: AnyPrecisionScheme,
+    max_samples: int,
 ) -> Problems:
     """One clustering problem for each table: the normalised values of its rows."""
-    squares = scales.to(torch.float32).square()[..., None]
     # Relative to the largest of the matrix: squares of large or tiny scales leave float32.
-    squares = squares / squares.amax(dim=1, keepdim=True).clamp_min(1e-38)
+    exact = scales.to(torch.float32).abs()[..., None]
+    squares = (exact * _inverse_power(exact.amax(dim=1, keepdim=True))).square()
+    squares = squares / squares.amax(dim=1, keepdim=True)
     counts = squares.expand(weight.shape) if importance is None else squares * importance
     values = _grouped(_normalised(weight, scales), scheme, 0.0)
     # A row that does not exist weighs nothing, so no table is fitted to it.
     weights = _grouped(counts, scheme, 0.0)
-    stride = -(-values.shape[-1] // MAX_SAMPLES)
+    stride = -(-values.shape[-1] // max_samples)
     stride += stride % 2 == 0  # odd: does not walk down the same few columns
     return Problems.build(values[:, ::stride], weights[:, ::stride])
 

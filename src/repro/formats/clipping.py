@@ -101,7 +101,7 @@ def fit_groups(
         _search_asymmetric(search, clip)
     scale = search.scale * factor
     zero = torch.full_like(scale, implicit_zero(n_bits)) if symmetric else search.zero
-    scale = _within_float32(scale, torch.maximum(zero.abs(), ((1 << n_bits) - 1 - zero).abs()))
+    scale = within_float32(scale, torch.maximum(zero.abs(), ((1 << n_bits) - 1 - zero).abs()))
     return torch.where(empty, 0.0, scale), torch.where(empty & (not symmetric), 0.0, zero)
 
 
@@ -193,7 +193,7 @@ class _Search:
         return self.importance.sum(dim=1)
 
 
-def _within_float32(scale: Tensor, reach: Tensor) -> Tensor:
+def within_float32(scale: Tensor, reach: Tensor) -> Tensor:
     """Scales whose farthest code, ``reach`` from the zero, decodes to a finite number."""
     limit = torch.finfo(torch.float32).max / reach
     # 1 % less, so that rounding to bfloat16 stays below the limit.

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 32}  # of one table of segment gains
+_CHUNK_BYTES = {"cpu": 1 << 23, "cuda": 1 << 32}  # of one table of segment gains
+_TILE = 64  # cut positions tried at once: nothing beyond them is looked at, and a cache holds it
 
 
 def exact_errors(values: Tensor, weights: Tensor, n_levels: Sequence[int]) -> Tensor:
@@ -58,7 +59,14 @@ def _errors(values: Tensor, weights: Tensor, n_levels: Sequence[int]) -> Tensor:
     best = gain[:, :, 0]  # one segment from the start to each position
     errors = {1: squares - best[:, -1]}
     for level in range(2, max(n_levels) + 1):
-        best = (gain + best[:, None, :]).amax(dim=-1)
+        best = torch.cat(
+            [
+                (gain[:, start : start + _TILE, : start + _TILE] + best[:, None, : start + _TILE])
+                .amax(dim=-1)
+                for start in range(0, best.shape[-1], _TILE)
+            ],
+            dim=-1,
+        )  # fmt: skip
         errors[level] = squares - best[:, -1]
     return torch.stack([errors[level].clamp_min(0.0) for level in n_levels], dim=-1)
 

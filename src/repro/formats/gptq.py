@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 
 from repro.errors import CheckpointError
-from repro.formats.clipping import Clip, fit_rows, power_of_two, quantise
+from repro.formats.clipping import Clip, fit_rows, power_of_two, quantise, within_float32
 
 DAMPING = (0.01, 0.1, 1.0)  # shares of the mean diagonal, tried in turn
+_SMALLEST_SCALE = 2.0**-126
 _BLOCK_COLUMNS = 128  # columns updated at once before the rest of the row is
 # Of a factor in float64 and its working copies, so that the experts of a layer fit.
 _CHUNK_BYTES = (1 << 28, 1 << 32)  # on a CPU and on a GPU
@@ -172,7 +173,10 @@ def _compensate(
                 )
         if last < n_columns:
             rest[:, :, last:] -= errors @ factor[:, first:last, last:]
-    return codes, scale * unit, zero
+    reach = torch.maximum(zero.abs(), ((1 << n_bits) - 1 - zero).abs())
+    scale = within_float32(scale * unit, reach)
+    # What bfloat16 holds with few bits left stands for zero, as in fit_groups.
+    return codes, torch.where(scale.abs() < _SMALLEST_SCALE, 0.0, scale), zero
 
 
 def _blocks(n_columns: int, group_size: int) -> list[tuple[int, int]]:

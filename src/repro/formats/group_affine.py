@@ -124,7 +124,8 @@ class GroupAffineScheme:
         return [row_words(self.n_columns, field_bits) for field_bits in code_pieces(self.n_bits)]
 
     def _per_column(self, values: Tensor) -> Tensor:
-        return values.repeat_interleave(self.group_size, dim=-1)[..., : self.n_columns]
+        repeats = min(self.group_size, self.n_columns)  # a group may be wider than the matrix
+        return values.repeat_interleave(repeats, dim=-1)[..., : self.n_columns]
 
 
 @dataclass(frozen=True)
@@ -282,8 +283,9 @@ class GroupAffine:
                 index = torch.arange(start, start + len(x), device=weight.device)
                 w = importance[index // n_rows, index % n_rows]
             scale, zero = fit_rows(x, w, self.group_size, self.n_bits, self.symmetric, self.clip)
-            s = scale.repeat_interleave(self.group_size, dim=1)[:, :n_columns]
-            z = zero.repeat_interleave(self.group_size, dim=1)[:, :n_columns]
+            repeats = min(self.group_size, n_columns)
+            s = scale.repeat_interleave(repeats, dim=1)[:, :n_columns]
+            z = zero.repeat_interleave(repeats, dim=1)[:, :n_columns]
             codes[rows] = quantise(x, s, z, self.n_bits).to(torch.uint8)
             scales.append(scale)
             zeros.append(zero)

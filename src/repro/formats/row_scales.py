@@ -23,7 +23,7 @@ SEARCH_BITS = (3, 4)
 # Of the present scale: first far and to both sides, then near it.
 _FAR = tuple((0.70 + 0.06 * step) * sign for sign in (1, -1) for step in range(15))
 _NEAR = (1.0, 0.92, 0.96, 1.04, 1.08)
-_MAX_COLUMNS = 512
+_MAX_COLUMNS = {True: 256, False: 512}  # looked at when searching far, and near
 
 
 def initial_scales(weight: Tensor, importance: Tensor | None) -> Tensor:
@@ -38,7 +38,7 @@ def initial_scales(weight: Tensor, importance: Tensor | None) -> Tensor:
         weighted = (relative.square() * importance).sum(dim=-1) / total
         square = torch.where(total > 0, weighted, relative.square().mean(dim=-1))
     scales = largest[..., 0] * square.sqrt().clamp_min(2**-10)
-    return torch.where(scales > 0, scales, 1.0).to(torch.bfloat16)
+    return torch.where(largest[..., 0] > 0, _stored(scales), 1.0).to(torch.bfloat16)
 
 
 def search_scales(
@@ -62,7 +62,7 @@ def search_scales(
         far: try both signs and 0.7 to 1.54 of the present scale; else within 8 %.
     """
     n_experts, n_rows, n_columns = weight.shape
-    stride = -(-n_columns // _MAX_COLUMNS)
+    stride = -(-n_columns // _MAX_COLUMNS[far])
     present = scales.to(torch.float32)
     values = (weight[..., ::stride] / present[..., None]).flatten(0, 1)
     counts = torch.ones_like(values)
@@ -73,7 +73,7 @@ def search_scales(
     best = present.flatten()
     by_row = {width: _of_rows(parts, n_rows, rows_per_lut) for width, parts in levels.items()}
     for ratio in _FAR if far else _NEAR:
-        candidate = (present * ratio).to(torch.bfloat16).to(torch.float32).flatten()
+        candidate = _stored(present * ratio).flatten()
         relative = (candidate / present.flatten())[:, None]
         error = torch.zeros_like(best)
         for thresholds, table in by_row.values():
@@ -82,6 +82,12 @@ def search_scales(
         best_error = torch.where(better, error, best_error)
         best = torch.where(better, candidate, best)
     return best.view(n_experts, n_rows).to(torch.bfloat16)
+
+
+def _stored(scales: Tensor) -> Tensor:
+    """As bfloat16 will hold them, float32."""
+    bounded = scales.abs().clamp(SMALLEST_SCALE, _LARGEST_SCALE).copysign(scales)
+    return bounded.to(torch.bfloat16).to(torch.float32)
 
 
 class _Rows:
