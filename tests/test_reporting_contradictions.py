@@ -56,6 +56,13 @@ def test_a2_to_a4_the_withdrawn_row(found):
     assert found["A4"].verdict == "contradiction"
 
 
+def test_b1_the_pool_that_holds_no_high_expert(found):
+    facts = found["B1"].facts
+    assert facts["all_low_gb"] == pytest.approx(512 * 3 * 4096 * 6400 * 0.53125 / 1e9)
+    assert facts["n_high"] == 0 and found["B1"].verdict == "contradiction"
+    assert facts["experts_per_migration"] == pytest.approx(53.02e9 / 536 / (6 * 4096 * 6400))
+
+
 def test_a5_is_the_only_row_beyond_uniform(found):
     shapes = {
         "Qwen3-30B-A3B": (128, 8),

@@ -1,7 +1,7 @@
 """What does not hold together in the published numbers, computed from the CSV tables.
 
-Codes A1 to A15 are those of the list of findings that came with the tables; L, Q and P are
-further checks on latency, quality and PagedWeight.  What is only said in words, with no
+Codes A1 to A15 are those of the list of findings that came with the tables; L, Q, B and P are
+further checks on latency, quality, bytes and PagedWeight.  What is only said in words, with no
 number in the tables to compute with, is listed apart as such.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from repro.reporting import findings_activation as activation
+from repro.reporting import findings_memory as memory
 from repro.reporting import findings_pagedweight as pagedweight
 from repro.reporting import findings_results as results
 from repro.reporting.findings import Item
@@ -31,6 +32,7 @@ CHECKS: tuple[Callable[[], Item], ...] = (
     results.expert_fraction,
     results.latency_formula,
     results.five_task_means,
+    memory.phi_pool,
     pagedweight.memory_saved,
     pagedweight.half_the_score,
     pagedweight.score_against_memory,
