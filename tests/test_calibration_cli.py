@@ -1,6 +1,7 @@
 """From an operator's prompts to a quantised checkpoint with its sensitivities and heads."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,44 @@ def test_formats_that_cannot_be_made_are_refused(name: str, expected: str, tmp_p
         app, ["quantize", "moe-shared", "--out", str(out), "--format", name, "--device", "cpu"]
     )
     assert result.exit_code == 2 and expected in result.output, result.output
+
+
+def test_second_moments_reach_the_formats_that_need_them(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    calibration, _ = folders
+    arguments = ["quantize", "moe-shared", "--format", "int4-g64-gptq", "--device", "cpu"]
+    result = CliRunner().invoke(
+        app, [*arguments, "--out", str(tmp_path / "no"), "--calibration", str(calibration)]
+    )
+    assert result.exit_code == 2 and "--hessians" in result.output, result.output
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS[2::3]))
+    invoke(
+        "calibrate", "moe-shared", "--prompts", str(prompts), "--out", str(tmp_path / "with"),
+        "--device", "cpu", "--max-tokens", "16", "--streamed", "--hessians",
+    )  # fmt: skip
+    by_layer = importance_of(tmp_path / "with", hessians=True)
+    found = by_layer(0)
+    n_experts, _, n_columns = found["gate_up"].shape
+    assert found["gate_up_hessian"].shape == (n_experts, n_columns, n_columns)
+    assert set(importance_of(tmp_path / "with")(0)) == {"gate_up", "down"}
+    with pytest.raises(CheckpointError, match=r"statistics/layer-099\.npz"):
+        by_layer(99)
+
+
+def test_what_an_earlier_calibration_left_is_not_kept(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    calibration, checkpoint = folders
+    mine = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint, mine)
+    shutil.copytree(calibration, tmp_path / "without")
+    (tmp_path / "without" / "heads.json").unlink()
+    assert attach(tmp_path / "without", mine) == ["sensitivity.npz"]
+    assert not (mine / "heads.json").exists()
+    (tmp_path / "without" / "heads.json").write_text("{")
+    with pytest.raises(CheckpointError, match="heads"):
+        importance_of(tmp_path / "without")
+    with pytest.raises(CheckpointError, match="heads"):
+        attach(tmp_path / "without", mine)

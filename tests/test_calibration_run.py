@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -168,17 +169,6 @@ def test_a_streamed_layer_is_written_before_the_next_one_runs(checkpoint, tmp_pa
         torch.testing.assert_close(one.down_moment, other.down_moment)
 
 
-def test_one_token_works(checkpoint, tmp_path):
-    path = tmp_path / "one.txt"
-    path.write_text("a")
-    summary = _run(checkpoint, path, tmp_path / "out", Options(n_blocks=3))
-    assert summary["n_tokens"] == 1
-    table = SensitivityTable.load(tmp_path / "out" / "sensitivity.npz")
-    assert np.isfinite(table.s).all() and table.few_tokens.all()
-    heads = Heads.load(tmp_path / "out" / "heads.json")
-    assert all(head.eta(np.ones(3)) == 1 for head in heads.heads.values())
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -199,6 +189,22 @@ def test_files_that_are_no_prompts(data, message, tmp_path):
     path.write_bytes(data)
     with pytest.raises(DataUnavailableError, match=message):
         read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("p.jsonl", '{"prompt": "a"\n{"prompt": "b"}\n'),  # else its braces would be prompts
+        ("p.jsonl", '["a", "b"]\n'),
+        ("p.json", '[\n {"prompt": "a"}\n]\n'),
+        ("p.jsonl", '{"prompt": ' + "[" * 100_000 + "\n"),
+        ("p.txt", '{"prompt": "\\ud800 half a pair"}\n'),
+    ],
+)
+def test_json_that_holds_no_prompt_is_not_taken_for_text(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataUnavailableError, match="line 1 of prompts 'p"):
+        read_prompts(tmp_path / name)
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -222,6 +228,24 @@ def test_prompts_are_read_and_padded_on_the_left(tmp_path):
     assert torch.equal(encoded.mask, encoded.mask.sort(dim=1).values)
     with pytest.raises(DataUnavailableError, match="max_tokens=0"):
         encode_prompts(small_tokenizer(), found, 0)
+
+
+def test_one_token_gives_sensitivities_and_says_what_it_cannot_give(checkpoint, tmp_path):
+    """Nothing is scored, so Fisher information would be zero and every lowering free."""
+    (tmp_path / "one.txt").write_text("a")
+    options = Options(n_blocks=4)
+    summary = calibrate(
+        checkpoint, tmp_path / "one.txt", tmp_path / "out", device="cpu", options=options
+    )
+    assert summary["n_tokens"] == 1 and summary["kind"] == "output"
+    assert "no prompt has two tokens" in summary["no_heads"] and summary["heads"] == []
+    table = SensitivityTable.load(tmp_path / "out" / "sensitivity.npz")
+    assert np.isfinite(table.s).all() and (table.s > 0).all()
+    with pytest.raises(DataUnavailableError, match="kind='output'"):
+        calibrate(
+            checkpoint, tmp_path / "one.txt", tmp_path / "no", device="cpu",
+            options=replace(options, kind="fisher"),
+        )  # fmt: skip
 
 
 def test_unknown_kinds_are_named(checkpoint, prompts, tmp_path):

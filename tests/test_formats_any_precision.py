@@ -11,7 +11,7 @@ from repro.errors import CheckpointError
 from repro.formats import AnyPrecision
 from repro.formats.any_precision import PARENT_BITS, WIDTHS, AnyPrecisionScheme
 from repro.formats.encoded import all_tensors, scheme_from_json, scheme_to_json
-from repro.formats.kmeans import Problems, seed, split
+from repro.formats.kmeans import Problems, nested_seed, split
 from repro.formats.layout import fragmentation, row_words
 
 
@@ -240,7 +240,7 @@ def test_splits_only_lower_the_error(values: list[float], number: int) -> None:
     x = torch.tensor([values], dtype=torch.float32)
     w = torch.from_numpy(rng.random((1, len(values))) * rng.integers(0, 2, (1, len(values))))
     problems = Problems.build(x, w)
-    edges = seed(problems, 8)
+    edges = nested_seed(problems, 8)
 
     def error(edges: torch.Tensor) -> float:
         mass = problems.weight.gather(-1, edges).diff(dim=-1)
@@ -269,3 +269,28 @@ def test_cuda_gives_the_same_quality_and_is_repeatable() -> None:
         assert b == pytest.approx(a, rel=0.02)
     moved = there.to("cpu")
     assert torch.equal(moved.decode(5), there.decode(5).cpu())
+
+
+@pytest.mark.parametrize("rows_per_lut", [1, 3, 0])
+@pytest.mark.parametrize("value", [3.4028e38, 1e-40, 1e-44])
+def test_the_ends_of_float32_stay_finite_and_are_counted(value: float, rows_per_lut: int) -> None:
+    signs = torch.tensor([1.0, -1.0]).repeat(20)
+    stack = AnyPrecision(rows_per_lut=rows_per_lut).encode_stack(signs.expand(2, 8, 40) * value)
+    for n_bits in stack.widths:
+        decoded = stack.decode(n_bits)
+        assert bool(torch.isfinite(decoded).all())
+        assert bool(torch.isfinite(decoded.bfloat16()).all())
+    assert stack.notes.get("vanishing_rows", 0) == (16 if value < 1 else 0)
+    if value > 1:
+        assert float((stack.decode(8) / value - signs).abs().max()) < 0.011
+
+
+def test_importance_counts_at_every_size_of_weights_and_importance() -> None:
+    """Squares of 1e25 leave float32; neither may that lose the importance or make it NaN."""
+    weight = normal(2, 16, 64)
+    importance = torch.logspace(-3, 0, 64).expand(2, 1, 64)
+    near = AnyPrecision().encode_stack(weight, importance)
+    for size, matters in ((2.0**84, 1.0), (2.0**-84, 1.0), (1.0, 2.0**126), (2.0**84, 2.0**-120)):
+        far = AnyPrecision().encode_stack(weight * size, importance * matters)
+        for n_bits in (2, 4, 8):
+            torch.testing.assert_close(far.decode(n_bits) / size, near.decode(n_bits))

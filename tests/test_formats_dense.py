@@ -56,7 +56,7 @@ def test_rounding_is_to_nearest() -> None:
 def test_a_weight_beyond_float16_is_refused_by_value() -> None:
     weight = random_weight((1, 2, 3))
     weight[0, 1, 1] = -70_000
-    with pytest.raises(CheckpointError, match=r"7e\+04 overflows float16: use Dense\('bfloat16'\)"):
+    with pytest.raises(CheckpointError, match=r"-7e\+04 .*row 1\) overflows float16: use"):
         Dense("float16").encode_stack(weight)
     assert Dense("bfloat16").encode_stack(weight).decode(16)[0, 1, 1] == -70_144
 
@@ -91,3 +91,11 @@ def test_codes_and_other_ranks_are_refused() -> None:
 def test_an_unknown_type_names_the_choices() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'bfloat16'"):
         Dense("bfloat")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_weight_that_overflows_is_named(dtype: str) -> None:
+    weight = torch.zeros(3, 4, 5)
+    weight[1, 2, 3] = 3.4028e38
+    with pytest.raises(CheckpointError, match=rf"expert 1, row 2\) overflows {dtype}: use"):
+        Dense(dtype).encode_stack(weight)  # type: ignore[arg-type]

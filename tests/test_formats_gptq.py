@@ -277,3 +277,14 @@ def test_a_gpu_does_as_well(symmetric: bool) -> None:
     assert gpu.tensors["codes"].is_cuda
     ratio = output_error(gpu.to("cpu"), weight, x) / output_error(cpu, weight, x)
     assert ((ratio > 0.9) & (ratio < 1.1)).all()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("value", [3.4028e38, 1e-44])
+def test_the_ends_of_float32_stay_finite_and_are_counted(value: float, symmetric: bool) -> None:
+    fmt = GroupAffine(4, 16, symmetric=symmetric, encoder="gptq")
+    weight = torch.full((2, 8, 40), value)
+    inputs = torch.randn(2, 100, 40, generator=torch.Generator().manual_seed(0))
+    stack = fmt.encode_stack(weight, None, inputs.mT @ inputs / 100)
+    assert bool(torch.isfinite(stack.decode(4)).all())
+    assert stack.notes.get("vanished_groups", 0) == (48 if value < 1 else 0)

@@ -473,3 +473,11 @@ def test_powers_of_two_are_exact() -> None:
 
 def test_implicit_zeros() -> None:
     assert [implicit_zero(n_bits) for n_bits in (2, 4, 8)] == [2, 8, 128]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_group_far_wider_than_the_matrix_costs_no_memory(symmetric: bool) -> None:
+    weight = torch.randn(4, 33, generator=torch.Generator().manual_seed(1))
+    far = GroupAffine(4, 10**12, symmetric=symmetric).encode(weight)
+    near = GroupAffine(4, 33, symmetric=symmetric).encode(weight)
+    assert torch.equal(far.decode(4), near.decode(4))

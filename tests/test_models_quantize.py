@@ -531,3 +531,99 @@ def test_dense_tensors_that_would_not_load_are_refused_at_once(
     with pytest.raises(CheckpointError, match=said[change]):
         run(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# --- found by trying to break it
+
+
+@pytest.mark.parametrize("name", ["experts-layer-001.safetensors", "dense-000.safetensors"])
+def test_a_byte_that_changed_is_mended_not_signed(
+    name: str, save: Callable[..., Path], tmp_path: Path
+) -> None:
+    source, out = save(), tmp_path / "out"
+    run(source, out)
+    before = contents(out)
+    changed = bytearray(before[name])
+    changed[-9] ^= 255
+    (out / name).write_bytes(changed)
+    run(source, out)
+    assert contents(out) == before
+    load_quantized(out, verify=True)
+
+
+def test_replacing_with_too_little_space_loses_nothing(
+    save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = save(), tmp_path / "out"
+    run(source, out)
+    (out / "heads.json").write_text("{}")  # of the calibration that belongs to it
+    before = contents(out)
+    with monkeypatch.context() as patch:
+        patch.setattr("repro.models.quantize.free_bytes", lambda folder: 0)
+        with pytest.raises(OutputError, match="are free"):
+            run(source, out, Dense("float32"), force=True)
+    assert contents(out) == before
+    run(source, out, Dense("float32"), force=True)
+    assert not (out / "heads.json").exists()
+    assert read_manifest(out).widths == (32,)
+
+
+def test_layers_that_the_configuration_has_not_are_refused(
+    save: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = save()
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    with pytest.raises(CheckpointError, match="stores layer 1 where its configuration ends at 1"):
+        run(source, tmp_path / "out")
+
+
+def test_what_overflows_the_type_it_is_loaded_in_is_named(
+    save: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = save()
+    rewrite(source, lambda t: {**t, "lm_head.weight": t["lm_head.weight"] * 1e6})
+    run(source, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"lm_head.weight.*overflows torch.float16: load"):
+        load_model(tmp_path / "out", device="cpu", dtype="float16")
+    load_model(tmp_path / "out", device="cpu", dtype="bfloat16")
+
+
+def test_an_overflow_is_named_by_layer_and_expert(
+    save: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = save()
+    name = "model.layers.1.mlp.experts.5.down_proj.weight"
+    rewrite(source, lambda t: {**t, name: t[name] * 1e6})
+    with pytest.raises(CheckpointError, match=r"layer 1, down .* counted from 5.*float16"):
+        run(source, tmp_path / "out", Dense("float16"))
+
+
+def test_experts_of_several_types_are_read_in_one_that_holds_all(
+    save: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = save()
+    names = [f"model.layers.0.mlp.experts.{expert}.down_proj.weight" for expert in range(8)]
+    rewrite(
+        source,
+        lambda t: {**t, names[0]: t[names[0]].half(), names[1]: t[names[1]].bfloat16() * 2**20},
+    )
+    stored = load_file(source / "model.safetensors")
+    stack = CheckpointReader(source).expert_stack(0)
+    assert torch.equal(stack.down, torch.stack([stored[name].float() for name in names]))
+
+
+@pytest.mark.parametrize("change", [{"widths": []}, {"rows_per_lut": 0}])
+def test_numbers_that_make_no_sense_are_damage(
+    change: dict[str, Any], save: Callable[..., Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run(save(), out, AnyPrecision())
+    content = json.loads((out / MANIFEST).read_text())
+    if "widths" in change:
+        content |= change
+    else:
+        content["layers"]["0"]["schemes"]["down"] |= change
+    (out / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="again"):
+        load_quantized(out)

@@ -150,12 +150,15 @@ def calibrate(
     n_blocks: Annotated[
         int, typer.Option(help="Blocks measured one by one for the heads; 0: no heads.", min=0)
     ] = 96,
+    hessians: Annotated[
+        bool, typer.Option("--hessians", help="Also what formats with -gptq need; large files.")
+    ] = False,
 ) -> None:
     """Train sensitivities and prompt heads on your own prompts, before serving."""
     from repro.calibration.job import Options
     from repro.calibration.run import calibrate as run
 
-    options = Options(max_tokens=max_tokens, n_blocks=n_blocks)
+    options = Options(max_tokens=max_tokens, n_blocks=n_blocks, hessians=hessians)
     summary = run(model, prompts, out, device=device, streamed=streamed, options=options)
     print(f"{out}: calibrated on {summary['n_tokens']} tokens of {summary['n_prompts']} prompts")
 
@@ -185,7 +188,11 @@ def quantize(
     if calibration is not None:
         from repro.calibration.attached import importance_of
 
-        importance = importance_of(calibration, local_folder(model)[1])
+        importance = importance_of(
+            calibration,
+            local_folder(model)[1],
+            hessians=getattr(made, "encoder", None) == "gptq",
+        )
     manifest = run(model, out, made, importance, force=force, progress=print, device=device)
     if calibration is not None:
         from repro.calibration.attached import attach

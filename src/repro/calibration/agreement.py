@@ -19,7 +19,7 @@ import numpy.typing as npt
 from repro.calibration.damage import Damage
 from repro.calibration.heads import Transition
 from repro.calibration.scaling import PRIOR_BLOCKS
-from repro.calibration.scores import rank_correlation
+from repro.calibration.scores import rank_correlation, resampled_rank_correlation
 from repro.calibration.table import SensitivityTable
 from repro.calibration.training import UNCHANGED, all_transitions
 
@@ -123,12 +123,9 @@ def _left_out(predicted: FloatArray, measured: FloatArray, layer: npt.NDArray[An
 def _interval(
     truth: FloatArray, predicted: FloatArray, n_resamples: int, seed: int
 ) -> tuple[float, float]:
-    rng = np.random.default_rng(seed)
-    found = []
-    for _ in range(n_resamples):
-        chosen = rng.integers(0, len(truth), len(truth))
-        found.append(rank_correlation(truth[chosen], predicted[chosen]))
-    values = np.asarray(found)
+    n = len(truth)
+    draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1.0 / n), size=n_resamples)
+    values = resampled_rank_correlation(truth, predicted, draws)
     values = values[np.isfinite(values)]
     if not len(values):
         return float("nan"), float("nan")

@@ -24,6 +24,12 @@ _META = "meta_json"
 Arrays = dict[str, npt.NDArray[Any]]
 
 
+def label_of(path: Path) -> str:
+    """What to call a file in messages; files of several folders have the same name."""
+    label = relative(path)
+    return label if "/" in label else f"{path.resolve().parent.name}/{label}"
+
+
 def save_arrays(
     path: Path, kind: str, version: int, arrays: Mapping[str, npt.NDArray[Any]], meta: Any
 ) -> None:
@@ -40,20 +46,23 @@ def save_arrays(
             np.savez(handle, **everything)
 
 
-def load_arrays(path: Path, kind: str, version: int) -> tuple[Arrays, Any]:
-    """The inverse of :func:`save_arrays`: ``(arrays, meta)``.
+def load_arrays(
+    path: Path, kind: str, version: int, *, only_meta: bool = False
+) -> tuple[Arrays, Any]:
+    """The inverse of :func:`save_arrays`: ``(arrays, meta)``; arrays are left out on demand.
 
     Raises:
         CheckpointError: no such file, truncated, of another kind or of another version.
     """
-    label = relative(path)
+    label = label_of(path)
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+            wanted = [_META] if only_meta else file.files
+            arrays = {name: file[name] for name in wanted}
         head = json.loads(arrays.pop(_META).tobytes().decode("utf-8"))
         found, at = str(head["kind"]), int(head["version"])
     except FileNotFoundError as error:
-        raise CheckpointError(f"no {kind} file {label!r}: calibrate first") from error
+        raise CheckpointError(f"no {kind} file {label!r}: calibrate first, to the end") from error
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(
             f"{label!r} is not a whole {kind} file ({type(error).__name__}): "

@@ -12,30 +12,36 @@ from pathlib import Path
 
 from torch import Tensor
 
-from repro.calibration.collect import Calibration
+from repro.calibration.collect import check_statistics, layer_file
 from repro.calibration.heads import Heads
-from repro.calibration.statistics import importance
+from repro.calibration.statistics import LayerStatistics, importance
 from repro.calibration.table import SensitivityTable
 from repro.contract import Block
 from repro.errors import CheckpointError
 from repro.files import write_bytes
-from repro.models.integrity import fingerprint
+from repro.models.integrity import ATTACHED, fingerprint
+from repro.models.quantized_manifest import read_manifest
 from repro.paths import relative
 
-STATISTICS, SENSITIVITY, HEADS = "statistics", "sensitivity.npz", "heads.json"
+STATISTICS = "statistics"
 
 
 def importance_of(
-    calibration: Path | str, model: Path | str | None = None
+    calibration: Path | str, model: Path | str | None = None, *, hessians: bool = False
 ) -> Callable[[int], dict[str, Tensor]]:
     """What :func:`repro.models.quantize.quantize` asks for, from a calibration folder.
 
     Args:
         calibration: written by ``repro calibrate``.
         model: folder of the checkpoint that is to be encoded, to be held against it.
+        hessians: also the second moments of the inputs, which "-gptq" formats need.
+
+    Returns:
+        a function of the layer, which reads that layer's statistics and keeps nothing.
 
     Raises:
-        CheckpointError: no calibration there, or one of another model.
+        CheckpointError: no calibration there, or one of another model, unfinished, or without
+            second moments.
     """
     folder = Path(calibration)
     if not (folder / STATISTICS).is_dir():
@@ -43,26 +49,41 @@ def importance_of(
             f"{str(relative(folder))!r} holds no calibration: make one with `repro calibrate`"
         )
     expected = None if model is None else fingerprint(Path(model))
-    statistics = Calibration.load(folder / STATISTICS, model=expected)
+    check_statistics(folder / STATISTICS, model=expected, hessians=hessians)
+    attached(folder, expected)  # what will be copied is refused before hours of encoding
 
     def by_layer(layer: int) -> dict[str, Tensor]:
-        found = statistics.layer(layer)
-        return {
-            "gate_up": importance(found, Block.GATE_UP),
-            "down": importance(found, Block.DOWN),
+        stats, _ = LayerStatistics.load(layer_file(folder / STATISTICS, layer))
+        found = {
+            "gate_up": importance(stats, Block.GATE_UP),
+            "down": importance(stats, Block.DOWN),
         }
+        if hessians:
+            for name in ("gate_up_hessian", "down_hessian"):
+                found[name] = stats.shrunk(name)
+        return found
 
     return by_layer
 
 
 def attach(calibration: Path | str, checkpoint: Path | str) -> list[str]:
-    """Copy sensitivities and heads into a quantised folder; returns the names of the files."""
+    """Copy sensitivities and heads into a quantised folder; returns the names of the files.
+
+    What an earlier calibration left there and this one has not is removed.
+
+    Raises:
+        CheckpointError: they are damaged or of another model than the checkpoint's source.
+        OutputError: the folder cannot be written.
+    """
+    attached(calibration, read_manifest(Path(checkpoint)).fingerprint)
     copied = []
-    for name in (SENSITIVITY, HEADS):
-        source = Path(calibration) / name
+    for name in ATTACHED:
+        source, copy = Path(calibration) / name, Path(checkpoint) / name
         if source.is_file():
-            write_bytes(Path(checkpoint) / name, source.read_bytes())
+            write_bytes(copy, source.read_bytes())
             copied.append(name)
+        else:
+            copy.unlink(missing_ok=True)
     return copied
 
 
@@ -72,14 +93,14 @@ def attached(
     """What was stored with a checkpoint.
 
     Args:
-        checkpoint: the folder.
+        checkpoint: the folder; that of a calibration holds the same files.
         model: fingerprint that it must be of.
 
     Raises:
         CheckpointError: damaged, or of another model.
     """
     folder = Path(checkpoint)
-    table, heads = folder / SENSITIVITY, folder / HEADS
+    table, heads = (folder / name for name in ATTACHED)
     return (
         SensitivityTable.load(table, model=model) if table.is_file() else None,
         Heads.load(heads, model=model) if heads.is_file() else None,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from repro.calibration.accumulate import LayerSums
-from repro.calibration.arrays import check_fingerprint
+from repro.calibration.arrays import check_fingerprint, label_of
 from repro.calibration.blocks import block_weights
 from repro.calibration.cursor import TokenCursor, check_prompts
 from repro.calibration.fingerprints import model_fingerprint, prompts_fingerprint
@@ -69,22 +69,38 @@ class Calibration:
         Raises:
             CheckpointError: none there, damaged, of another model, or not of one run.
         """
-        files = sorted(Path(folder).glob("layer-*.npz"))
-        if not files:
+        first = check_statistics(Path(folder), model=model)
+        read = [LayerStatistics.load(file)[0] for file in sorted(Path(folder).glob("layer-*.npz"))]
+        return cls(tuple(sorted(read, key=lambda stats: stats.layer_index)), first)
+
+
+def check_statistics(
+    folder: Path, *, model: str | None = None, hessians: bool = False
+) -> dict[str, Any]:
+    """The description of the run that made the statistics in ``folder``; reads no other array.
+
+    Raises:
+        CheckpointError: none there, damaged, of another model, not of one run, or without
+            second moments where ``hessians`` are asked for.
+    """
+    files = sorted(folder.glob("layer-*.npz"))
+    if not files:
+        raise CheckpointError(f"{relative(folder)!r} holds no layer-*.npz: calibrate into it first")
+    first: dict[str, Any] = LayerStatistics.read_meta(files[0])
+    for file in files:
+        meta = LayerStatistics.read_meta(file)
+        check_fingerprint(label_of(file), str(meta["model"]), model)
+        if meta != first:
             raise CheckpointError(
-                f"{relative(Path(folder))!r} holds no layer-*.npz: calibrate into it first"
+                f"{label_of(file)!r} and {label_of(files[0])!r} are of different runs: "
+                "delete the older one and calibrate again"
             )
-        read = [LayerStatistics.load(file) for file in files]
-        first: dict[str, Any] = read[0][1]
-        for file, (_, meta) in zip(files, read, strict=True):
-            check_fingerprint(relative(file), meta["model"], model)
-            if meta != first:
-                raise CheckpointError(
-                    f"{relative(file)!r} and {relative(files[0])!r} are of different runs: "
-                    "delete the older one and calibrate again"
-                )
-        ordered = sorted((stats for stats, _ in read), key=lambda s: s.layer_index)
-        return cls(tuple(ordered), first)
+    if hessians and not first["hessians"]:
+        raise CheckpointError(
+            f"{label_of(folder)!r} holds no second moments of the inputs, which this format needs: "
+            "calibrate with --hessians, or quantise to a format without -gptq"
+        )
+    return first
 
 
 def layer_file(folder: Path, layer_index: int) -> Path:
@@ -271,11 +287,11 @@ def _open_layers(
             continue
         stats, earlier = LayerStatistics.load(path)
         for key in ("model", "prompts"):
-            check_fingerprint(relative(path), str(earlier.get(key)), meta[key], key)
+            check_fingerprint(label_of(path), str(earlier.get(key)), meta[key], key)
         if earlier != meta:
             changed = sorted(k for k in meta if earlier.get(k) != meta[k])
             raise CheckpointError(
-                f"{relative(path)!r} was collected with another {', '.join(changed)}: "
+                f"{label_of(path)!r} was collected with another {', '.join(changed)}: "
                 "use the same options, or another folder"
             )
         if keep:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor, nn
 
-from repro.calibration.arrays import load_arrays, save_arrays
+from repro.calibration.arrays import label_of, load_arrays, save_arrays
 from repro.calibration.blocks import BlockRef
 from repro.calibration.collect import Calibration, collect, layer_file
 from repro.calibration.damage import Damage, measure_damage
@@ -31,7 +31,6 @@ from repro.contract import Block
 from repro.errors import CheckpointError
 from repro.files import write_text
 from repro.formats.encoded import EncodedStack
-from repro.paths import relative
 
 _KIND, _VERSION = "sensitivity of a layer", 1
 SUMMARY_VERSION = 1
@@ -55,6 +54,7 @@ class Options:
     damage_prompts: int = 24  # so many, spread over all prompts, for damage and heads
     micro_batch: int = 4
     seed: int = 0
+    hessians: bool = False  # also the second moments of the inputs, for "-gptq" formats
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Job:
             prompts.input_ids,
             prompts.mask,
             fisher=self.kind == "fisher",
-            hessians=self.kind == "covariance",
+            hessians=self.options.hessians or self.kind == "covariance",
             seed=self.options.seed,
             micro_batch=None if streamed else self.options.micro_batch,
             folder=self.statistics_folder,
@@ -219,6 +219,6 @@ def _check_same(path: Path, earlier: dict[str, Any], now: dict[str, Any]) -> Non
     changed = sorted(k for k in now if earlier.get(k) != now[k])
     if changed:
         raise CheckpointError(
-            f"{relative(path)!r} was made with another {', '.join(changed)}: "
+            f"{label_of(path)!r} was made with another {', '.join(changed)}: "
             "use the same, or another folder"
         )

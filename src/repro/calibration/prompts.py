@@ -23,6 +23,8 @@ from repro.errors import DataUnavailableError
 from repro.paths import relative
 from repro.workloads.tokens import pad_batch
 
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -45,6 +47,8 @@ class EncodedPrompts:
 
 def read_prompts(path: Path | str) -> Prompts:
     """The prompts in a file; empty lines are skipped.
+
+    The lines are JSON if the first of them is an object, or if the file's name says so.
 
     Raises:
         DataUnavailableError: unreadable, no text, empty, or a JSON line without a prompt.
@@ -71,7 +75,7 @@ def read_prompts(path: Path | str) -> Prompts:
     lines = [(i, line.strip()) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise DataUnavailableError(f"prompts {label!r} are empty: write one prompt a line")
-    if not _is_json_object(lines[0][1]):
+    if path.suffix not in _JSON_LINES and not _is_json_object(lines[0][1]):
         return Prompts(tuple(line for _, line in lines), None)
     rows = [_json_row(label, i, line) for i, line in lines]
     domains = tuple(str(row.get("domain", "")) for row in rows)
@@ -84,7 +88,7 @@ def _is_json_object(line: str) -> bool:
         return False
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -92,9 +96,8 @@ def _json_row(label: str, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
         text = row["prompt"] if "prompt" in row else row["text"]
-        if not isinstance(text, str):
-            raise TypeError
-    except (ValueError, KeyError, TypeError) as error:
+        text.encode("utf-8")  # half a surrogate pair is no text
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataUnavailableError(
             f'line {number} of prompts {label!r} is no JSON object with a text "prompt": '
             "write every line alike, or plain text"

@@ -16,6 +16,7 @@ out and the summary says so.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from repro.calibration.sensitivity import KINDS, Kind
 from repro.calibration.statistics import LayerStatistics
 from repro.calibration.table import LayerSensitivity
 from repro.calibration.training import HELD_OUT, held_out_prompts, train_heads
-from repro.errors import CheckpointError, unknown_name
+from repro.errors import CheckpointError, DataUnavailableError, unknown_name
 from repro.formats.any_precision import AnyPrecision
 from repro.integration.experts import experts_layers
 from repro.models.integrity import fingerprint as file_fingerprint
@@ -71,7 +72,7 @@ def calibrate(
         the summary, as written to ``summary.json``.
 
     Raises:
-        DataUnavailableError: prompts that cannot be read.
+        DataUnavailableError: prompts that cannot be read, or too short for what is asked.
         CheckpointError: a folder with the work of another model, other prompts or options.
         OutputError: the folder cannot be written.
     """
@@ -83,10 +84,13 @@ def calibrate(
         return _calibrate_streamed(job, model_name_or_path, texts, device, dtype)
     model, tokenizer = load_model(model_name_or_path, device=device, dtype=dtype)
     prompts = encode_prompts(tokenizer, texts, chosen.max_tokens)
+    no_heads = "" if chosen.n_blocks > 0 and chosen.damage_prompts > 0 else "none were asked for"
+    if not bool((prompts.mask.sum(dim=1) > 1).any()):  # a prompt's first token is never scored
+        no_heads = "no prompt has two tokens: nothing can be scored"
+        job = replace(job, kind=_unscored(chosen.kind, kind))
     calibration = job.statistics(model, prompts, _fingerprint(model), streamed=False)
     layers = experts_layers(model)
-    heads_wanted = chosen.n_blocks > 0 and chosen.damage_prompts > 0
-    sample = sample_blocks(layers, chosen.n_blocks, chosen.seed) if heads_wanted else ()
+    sample = () if no_heads else sample_blocks(layers, chosen.n_blocks, chosen.seed)
     n = min(chosen.damage_prompts, len(prompts.input_ids))
     rows = np.arange(n) * len(prompts.input_ids) // n if n else np.arange(0)
     ids, mask = prompts.input_ids[rows], prompts.mask[rows]
@@ -119,7 +123,7 @@ def calibrate(
         )
         heads.save(out / "heads.json")
     table.save(out / "sensitivity.npz")
-    return job.summary(table, prompts, report, "" if measured else "none were asked for")
+    return job.summary(table, prompts, report, no_heads)
 
 
 def _calibrate_streamed(
@@ -162,6 +166,18 @@ def _kind(name: str, streamed: bool) -> Kind:
         if kind == name:
             return kind
     raise unknown_name("kind of sensitivity", name, ("auto", *KINDS))
+
+
+def _unscored(wanted: str, kind: Kind) -> Kind:
+    """What stands in for Fisher information where no token is scored: it would be all zero."""
+    if kind != "fisher":
+        return kind
+    if wanted == "auto":
+        return "output"
+    raise DataUnavailableError(
+        "no prompt has two tokens, so Fisher information has nothing to score: "
+        "give longer prompts, or kind='output'"
+    )
 
 
 def _join(parts: list[Damage]) -> Damage:

@@ -1,6 +1,6 @@
 """How well one set of numbers predicts another.  NumPy only.
 
-Letters: n examples.
+Letters: n examples, R resamples.
 """
 
 from __future__ import annotations
@@ -28,6 +28,33 @@ def correlation(a: FloatArray, b: FloatArray) -> float:
 def rank_correlation(a: FloatArray, b: FloatArray) -> float:
     """Spearman's correlation; NaN where one of them does not vary."""
     return correlation(ranks(a), ranks(b))
+
+
+def resampled_rank_correlation(
+    a: FloatArray, b: FloatArray, counts: npt.NDArray[np.int64]
+) -> FloatArray:
+    """Spearman's correlation of resamples in which example i stands ``counts[R, n]`` times.
+
+    The same as :func:`rank_correlation` of the repeated values, for all R at once: what was
+    sorted once stays sorted.
+    """
+    x, y = _counted_ranks(a, counts), _counted_ranks(b, counts)
+    weights = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    x = x - (weights * x).sum(axis=1, keepdims=True)
+    y = y - (weights * y).sum(axis=1, keepdims=True)
+    spread = np.sqrt((weights * x**2).sum(axis=1) * (weights * y**2).sum(axis=1))
+    both = (weights * x * y).sum(axis=1)
+    return np.divide(both, spread, out=np.full(len(counts), np.nan), where=spread > 1e-9)
+
+
+def _counted_ranks(values: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:
+    """Ranks ``[R, n]`` of repeated values, equal ones sharing their mean rank."""
+    _, index = np.unique(values, return_inverse=True)
+    order = np.argsort(index, kind="stable")
+    starts = np.searchsorted(index[order], np.arange(index.max() + 1))
+    groups = np.add.reduceat(counts[:, order], starts, axis=1)
+    ranks_of_groups = np.cumsum(groups, axis=1) - (groups + 1) / 2
+    return np.asarray(ranks_of_groups[:, index])
 
 
 def r_squared(truth: FloatArray, predicted: FloatArray, baseline: float | None = None) -> float:

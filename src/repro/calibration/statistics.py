@@ -104,6 +104,15 @@ class LayerStatistics:
         scalars = {name: np.array(getattr(self, name), np.int64) for name in _SCALARS}
         save_arrays(path, _KIND, _VERSION, {**arrays, **scalars}, meta)
 
+    @staticmethod
+    def read_meta(path: Path) -> Any:
+        """The description in ``path`` alone.
+
+        Raises:
+            CheckpointError: truncated, or another kind of file.
+        """
+        return load_arrays(path, _KIND, _VERSION, only_meta=True)[1]
+
     @classmethod
     def load(cls, path: Path) -> tuple[LayerStatistics, Any]:
         """The statistics in ``path`` and the description they were saved with.

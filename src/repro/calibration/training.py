@@ -236,10 +236,12 @@ def _judge(head: Head, train: Examples, test: Examples) -> dict[str, Any]:
     full = predictions["g_mass"][1] + log_eta
     scores["r2_g_mass_eta"] = r_squared(test.log_damage, full, centre)
     scores["rank_g_mass_eta"] = rank_correlation(test.log_damage, full)
-    # Between prompts alone: every block's own mean taken out, where g says nothing.
-    inside = _within(test.log_damage, test.block)
-    for name, values in (("g_mass", predictions["g_mass"][1]), ("g_mass_eta", full)):
-        scores[f"within_block_{name}"] = correlation(inside, _within(values, test.block))
+    # Between prompts alone, every block's own mean taken out, where g says nothing; and between
+    # blocks of one prompt, which is what a planner compares.
+    for view, group in (("block", test.block), ("prompt", test.prompt)):
+        inside = _within(test.log_damage, group)
+        for name, values in (("g_mass", predictions["g_mass"][1]), ("g_mass_eta", full)):
+            scores[f"within_{view}_{name}"] = correlation(inside, _within(values, group))
     finite = {k: v for k, v in scores.items() if not isinstance(v, float) or np.isfinite(v)}
     return {k: finite.get(k) for k in scores}
 

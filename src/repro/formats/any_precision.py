@@ -33,7 +33,7 @@ from repro.formats.encoded import (
     check_width,
     register_scheme,
 )
-from repro.formats.kmeans import Problems, fill_empty, seed, split
+from repro.formats.kmeans import Problems, fill_empty, nested_seed, split
 from repro.formats.layout import pack_planes, row_words, unpack_planes
 from repro.formats.row_scales import (
     SEARCH_BITS,
@@ -154,7 +154,9 @@ class AnyPrecision:
         _, n_rows, n_columns = weight.shape
         rows = min(self.rows_per_lut or n_rows, n_rows)
         scales = initial_scales(weight, spread)
-        rescaled = _rows_beyond_float16(weight) if rows == 1 else 0
+        low, high = torch.aminmax(weight, dim=-1)
+        largest = torch.maximum(-low, high).to(torch.float32)  # of each row
+        rescaled = _rows_beyond_float16(largest) if rows == 1 else 0
         scheme = AnyPrecisionScheme(n_rows, n_columns, rows, rows > 1 or rescaled > 0)
         if not scheme.has_scales:
             scales = torch.ones_like(scales)
@@ -168,13 +170,11 @@ class AnyPrecision:
                 )
             )
         tensors = _assembled(pieces, weight.shape[0])
-        constant = int((weight.amax(dim=-1) == weight.amin(dim=-1)).sum())
-        zero = int((weight == 0).flatten(1).all(dim=-1).sum())
         notes = {
-            "constant_rows": constant,
-            "zero_experts": zero,
+            "constant_rows": int((low == high).sum()),
+            "zero_experts": int((largest == 0).all(dim=-1).sum()),
             "rescaled_rows": rescaled,
-            "vanishing_rows": _rows_below_float32(weight),
+            "vanishing_rows": int(((largest > 0) & (largest < SMALLEST_SCALE)).sum()),
         }
         return EncodedStack(scheme, tensors, {k: n for k, n in notes.items() if n})
 
@@ -254,16 +254,9 @@ def _inverse_power(largest: Tensor) -> Tensor:
     return power_of_two((-torch.frexp(largest).exponent).clamp(-126, 127))
 
 
-def _rows_beyond_float16(weight: Tensor) -> int:
+def _rows_beyond_float16(largest: Tensor) -> int:
     """Rows whose table would overflow float16, or lose its values to its smallest numbers."""
-    largest = weight.abs().amax(dim=-1).to(torch.float32)
     return int(((largest > _LARGEST) | ((largest > 0) & (largest < _SMALLEST))).sum())
-
-
-def _rows_below_float32(weight: Tensor) -> int:
-    """Rows of nothing but zeros and numbers that float32 holds with few bits left."""
-    largest = weight.abs().amax(dim=-1).to(torch.float32)
-    return int(((largest > 0) & (largest < SMALLEST_SCALE)).sum())
 
 
 def _table_limit(scales: Tensor, scheme: AnyPrecisionScheme) -> Tensor:
@@ -308,8 +301,9 @@ def _problems(
 
 def _nested_edges(problems: Problems, n_bits: int) -> dict[int, Tensor]:
     """Edges of every width from the seed to ``n_bits``."""
-    edges = {SEED_BITS: seed(problems, 1 << SEED_BITS)}
-    for width in range(SEED_BITS + 1, n_bits + 1):
+    finer = nested_seed(problems, 1 << SEED_BITS)
+    edges = {SEED_BITS: finer[:, ::2].contiguous(), SEED_BITS + 1: finer}
+    for width in range(SEED_BITS + 2, n_bits + 1):
         edges[width] = split(problems, edges[width - 1])
     return edges
 

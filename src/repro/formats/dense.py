@@ -75,10 +75,13 @@ class Dense:
         """
         check_weight(weight, 3)
         matrix = weight.to(DTYPES[self.dtype])
-        if not bool(torch.isfinite(matrix).all()):
-            largest = float(weight.abs().max())
+        finite = torch.isfinite(matrix)
+        if not bool(finite.all()):
+            expert, row, column = (~finite).nonzero()[0].tolist()
+            value = float(weight[expert, row, column])
             raise CheckpointError(
-                f"a weight of {largest:.4g} overflows {self.dtype}: use Dense('bfloat16')"
+                f"a weight of {value:.4g} (expert {expert}, row {row}) "
+                f"overflows {self.dtype}: use a format of a wider range, bf16 or fp32"
             )
         _, n_rows, n_columns = weight.shape
         vanished = int(((matrix == 0) & (weight != 0)).sum())

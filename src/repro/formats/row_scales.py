@@ -23,6 +23,8 @@ SEARCH_BITS = (3, 4)
 # Of the present scale: first far and to both sides, then near it.
 _FAR = tuple((0.70 + 0.06 * step) * sign for sign in (1, -1) for step in range(15))
 _NEAR = (1.0, 0.92, 0.96, 1.04, 1.08)
+# Of the numbers that bfloat16 holds in full; scales stay between them.
+SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**127
 _MAX_COLUMNS = {True: 256, False: 512}  # looked at when searching far, and near
 
 

@@ -85,6 +85,12 @@ class CheckpointReader:
         """What is no expert, by its name in the checkpoint: of a layer, or outside of all."""
         return self._dense.get(layer, {})
 
+    @property
+    def layers_beyond(self) -> tuple[int, ...]:
+        """Decoder layers that are stored and that the configuration does not have."""
+        layers = {layer for name in self.tensors if (layer := layer_of(name)) is not None}
+        return tuple(sorted(layer for layer in layers if layer >= self.layout.n_layers))
+
     def read(self, tensor: StoredTensor) -> Tensor:
         """A tensor that is no expert.
 

@@ -18,6 +18,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -71,9 +72,11 @@ class LayerExperts:
         return self.layout.expert_shapes[BLOCKS.index(block)]
 
     def dtype(self, block: BlockName) -> torch.dtype:
-        """What the weights are stored in; the first expert's if they differ."""
+        """What the weights are stored in; if they differ, a type that holds all of them."""
         piece = self.pieces[block]
-        return piece.dtype if isinstance(piece, StoredTensor) else piece[0][0].dtype
+        if isinstance(piece, StoredTensor):
+            return piece.dtype
+        return reduce(torch.promote_types, {part.dtype for parts in piece for part in parts})
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:

@@ -26,6 +26,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MANIFEST = "repro_quantized.json"  # of a folder that holds experts in a format of this package
 UNFINISHED = "repro_quantized.unfinished.json"  # the same while it is being made
+ATTACHED = ("sensitivity.npz", "heads.json")  # of a calibration, beside the manifest
 _HEADER_LIMIT = 100_000_000
 # What a weight may be stored in.  Codes of a quantiser have one or two bytes or fewer and are
 # no weights without their scales; whole-number buffers (positions, counters) are wider.
@@ -162,15 +163,24 @@ def fingerprint(folder: Path) -> str:
     """sha256 over config and weight files: which checkpoint a record speaks of.
 
     Of a quantised folder the manifest stands for the weights: it holds their hashes.
+
+    Raises:
+        CheckpointError: a file is missing or cannot be read.
     """
     digest = hashlib.sha256()
     manifest = folder / MANIFEST
     weights = [manifest] if manifest.is_file() else weight_files(folder)
     for path in [folder / "config.json", *weights]:
         digest.update(path.name.encode())
-        with open(path, "rb") as handle:
-            while chunk := handle.read(1 << 22):
-                digest.update(chunk)
+        try:
+            with open(path, "rb") as handle:
+                while chunk := handle.read(1 << 22):
+                    digest.update(chunk)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {path.name!r} of checkpoint {folder.name!r} "
+                f"({error.strerror or error}): copy the checkpoint again"
+            ) from error
     return digest.hexdigest()
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from repro.formats.any_precision import AnyPrecision
 from repro.formats.encoded import all_tensors
 from repro.models.checkpoint_reader import CheckpointReader
 from repro.models.expert_tensors import BLOCKS
-from repro.models.integrity import MANIFEST, UNFINISHED
+from repro.models.integrity import ATTACHED, MANIFEST, UNFINISHED
 from repro.models.loading import resolve_device
 from repro.models.quantized_layers import (
     Encoder,
@@ -38,6 +38,7 @@ from repro.models.quantized_layers import (
     encode_layer,
     finished_layer,
     hash_importance,
+    is_of,
 )
 from repro.models.quantized_manifest import (
     FileNote,
@@ -96,20 +97,27 @@ def quantize(
     finished = _prepare(job, force, importance)
     is_closed = finished is not None
     layers: dict[int, LayerNote] = {}
-    digests: dict[str, str] = copy_dense(job)
+    # Of a finished checkpoint: a file that changed since is made again, never taken for right.
+    written = {} if finished is None else {n: f.sha256 for n, f in finished.files.items()}
+    digests: dict[str, str] = copy_dense(job, written)
     n_layers, n_encoded, spent_s = reader.layout.n_moe_layers, 0, 0.0
     for number, layer in enumerate(reader.layout.moe_layer_ids, start=1):
         began_s = time.perf_counter()
         weights = None if importance is None else importance(layer)
         name, hashed = experts_file(layer), hash_importance(weights)
-        if finished is not None and finished.layers[layer].importance != hashed and not force:
-            raise _occupied(folder, "a finished checkpoint made with other importance")
+        if finished is not None and finished.layers[layer].importance != hashed:
+            if not force:
+                raise _occupied(folder, "a finished checkpoint made with other importance")
+            for attached in ATTACHED:  # of the calibration that is replaced
+                (folder / attached).unlink(missing_ok=True)
         note = finished_layer(job, layer, hashed)
+        if note is not None:
+            digests[name] = hash_file(folder / name)
+            note = note if written.get(name, digests[name]) == digests[name] else None
         if note is None and is_closed:  # the manifest must not outlive what it speaks of
             _begin(job)
             is_closed = False
         if note is not None:
-            digests[name] = hash_file(folder / name)
             progress(f"layer {layer} ({number} of {n_layers}): finished before")
         else:
             note, digests[name] = encode_layer(job, layer, weights)
@@ -148,13 +156,12 @@ def _prepare(job: QuantizeJob, force: bool, importance: Importance | None) -> Ma
     if ours is not None and not _is_same(job, ours):
         if not force:
             raise _occupied(folder, "a quantised checkpoint of another source, format or version")
-        for name in sorted(names, key=lambda name: name != MANIFEST):
-            if name in (MANIFEST, UNFINISHED) or name.startswith(("dense-", "experts-layer-")):
-                (folder / name).unlink()
         ours = None
     if ours != MANIFEST:
         _check_space(job, importance)
         _begin(job)
+        if force and names & {MANIFEST, UNFINISHED}:
+            _remove_others(job, names)
     for pattern in (".dense-*.part", ".experts-layer-*.part"):
         for left_over in folder.glob(pattern):  # of a run that was killed while it wrote
             left_over.unlink(missing_ok=True)
@@ -165,6 +172,16 @@ def _prepare(job: QuantizeJob, force: bool, importance: Importance | None) -> Ma
             if not copy.is_file() or copy.read_bytes() != data:
                 write_bytes(copy, data)
     return read_manifest(folder) if ours == MANIFEST else None
+
+
+def _remove_others(job: QuantizeJob, names: Iterable[str]) -> None:
+    """Remove the weights, and what a calibration left beside them, of another job."""
+    for name in names:
+        path = job.folder / name
+        if name in ATTACHED or (
+            name.startswith(("dense-", "experts-layer-")) and not is_of(job, path)
+        ):
+            path.unlink(missing_ok=True)
 
 
 def _begin(job: QuantizeJob) -> None:
@@ -191,7 +208,7 @@ def _is_same(job: QuantizeJob, name: str) -> bool:
 
 def _occupied(folder: Path, by: str) -> OutputError:
     return OutputError(
-        f"{str(folder)!r} holds {by}: name another folder, or replace it with force=True"
+        f"{str(folder)!r} holds {by}: name another folder, or replace it with force=True (--force)"
     )
 
 

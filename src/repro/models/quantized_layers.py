@@ -92,7 +92,16 @@ class QuantizeJob:
 
 
 def dense_tensors(reader: CheckpointReader) -> dict[str, StoredTensor]:
-    """What is no expert weight: biases of experts are, and what no model of ours reads is not."""
+    """What is no expert weight: biases of experts are, and what no model of ours reads is not.
+
+    Raises:
+        CheckpointError: the checkpoint has more decoder layers than its configuration says.
+    """
+    if beyond := reader.layers_beyond:
+        raise CheckpointError(
+            f"checkpoint {reader.label!r} stores layer {beyond[0]} where its configuration ends "
+            f"at {reader.layout.n_layers} layers: use the checkpoint's own config.json"
+        )
     found = {
         name: tensor
         for layer in (None, *range(reader.layout.n_layers))
@@ -104,8 +113,11 @@ def dense_tensors(reader: CheckpointReader) -> dict[str, StoredTensor]:
     return found
 
 
-def copy_dense(job: QuantizeJob) -> dict[str, str]:
-    """Write ``dense-*.safetensors``, a tensor at a time; the sha256 of each file."""
+def copy_dense(job: QuantizeJob, written: Mapping[str, str]) -> dict[str, str]:
+    """Write ``dense-*.safetensors``, a tensor at a time; the sha256 of each file.
+
+    Files of this job are kept, unless their hash is another than the one in ``written``.
+    """
     groups: list[dict[str, StoredTensor]] = [{}]
     n_bytes = 0
     for name, tensor in dense_tensors(job.reader).items():
@@ -117,9 +129,8 @@ def copy_dense(job: QuantizeJob) -> dict[str, str]:
     digests: dict[str, str] = {}
     for number, group in enumerate(groups):
         path = job.folder / dense_file(number)
-        if _metadata(path) == {"format": "pt", **job.identity}:
-            digest = hash_file(path)
-        else:
+        digest = hash_file(path) if is_of(job, path) else None
+        if digest is None or written.get(path.name, digest) != digest:
             digest = write_tensors(path, group, job.identity, job.reader.read)
         digests[path.name] = digest
     return digests
@@ -134,6 +145,12 @@ def _metadata(path: Path) -> dict[str, str] | None:
     except CheckpointError:
         return None
     return read_metadata(path)
+
+
+def is_of(job: QuantizeJob, path: Path) -> bool:
+    """Whether a file is whole and was written by this very job."""
+    metadata = _metadata(path) or {}
+    return all(metadata.get(key) == value for key, value in job.identity.items())
 
 
 def finished_layer(job: QuantizeJob, layer: int, importance: str) -> LayerNote | None:
@@ -198,9 +215,15 @@ def encode_block(
     while first < n_experts:
         last = min(first + step, n_experts)
         weight = experts.read(block, first, last).to(job.device)
-        piece = job.encoder.encode_stack(
-            weight, **_statistics(importance, block, n_all, first, last)
-        )
+        try:
+            piece = job.encoder.encode_stack(
+                weight, **_statistics(importance, block, n_all, first, last)
+            )
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"layer {layer}, {block} of {job.reader.label!r}, experts counted from {first}: "
+                f"{error}"
+            ) from error
         del weight
         if scheme is not None and piece.scheme != scheme:
             # Rows that ask for another scheme (scales, say) make it the scheme of them all.

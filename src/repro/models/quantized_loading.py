@@ -28,7 +28,8 @@ def load_quantized_model(
     """The model and tokenizer of a quantised folder; see :func:`repro.load_model`.
 
     Raises:
-        CheckpointError: as :func:`repro.models.quantized.load_quantized`; no tokenizer.
+        CheckpointError: as :func:`repro.models.quantized.load_quantized`; no tokenizer; values
+            beyond the range of ``dtype``.
         UnknownNameError: ``n_bits`` is no width of the checkpoint.
     """
     from transformers import GenerationConfig
@@ -59,6 +60,7 @@ def load_quantized_model(
     tie_missing(model, known)
     check_filled(checkpoint.label, model, known)
     check_model(model)
+    _check_range(checkpoint.label, model)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     tokenizer = load_local_tokenizer(checkpoint.label, folder, model)
@@ -68,3 +70,19 @@ def load_quantized_model(
             "add its tokenizer.json and tokenizer_config.json"
         )
     return model, tokenizer
+
+
+def _check_range(label: str, model: Any) -> None:
+    """Refuse what was finite as it is stored and is not in the type of the model.
+
+    Raises:
+        CheckpointError: names the first tensor.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not bool(
+            torch.isfinite(torch.stack(torch.aminmax(parameter))).all()
+        ):
+            raise CheckpointError(
+                f"{name!r} of {label!r} overflows {parameter.dtype}: "
+                "load it with dtype='bfloat16' or dtype='float32'"
+            )

@@ -65,8 +65,10 @@ class LayerNote:
         """
         _register_formats()
         try:
-            return scheme_from_json(self.schemes[block])
-        except (LookupError, TypeError, ValueError) as error:
+            scheme = scheme_from_json(self.schemes[block])
+            all_tensors(scheme)  # fields that make no tensors
+            return scheme
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             reason = error.args[0] if error.args else type(error).__name__
             raise CheckpointError(
                 f"{self.file!r} is encoded in a format that cannot be read here ({reason}): "
@@ -204,6 +206,8 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
     }
     if not layers or any(note.file not in files for note in layers.values()):
         raise ValueError("a layer without a file")
+    if not content["widths"]:
+        raise ValueError("no width")
     return Manifest(
         source=str(content["source"]),
         fingerprint=str(content["fingerprint"]),
