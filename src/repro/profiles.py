@@ -41,6 +41,20 @@ class Profile:
     #: Batches drawn per batch size, from which means and intervals are taken.
     n_blocks: int = 32
     bootstrap_samples: int = 1000
+    #: Precision experiments: windows per domain that losses are measured on, and their length.
+    eval_prompts: int = 16
+    eval_tokens: int = 256
+    #: Windows per domain that formats and sensitivities are calibrated on, and their length.
+    calibration_prompts: int = 16
+    calibration_tokens: int = 512
+    #: Figure 3: prompts per domain, tokens of a prompt, and tokens after it.
+    demotion_prompts: int = 16
+    demotion_context_tokens: int = 192
+    demotion_scored_tokens: int = 64
+    #: Single experts' blocks that are lowered, and prompts per domain that show the damage.
+    damage_blocks: int = 24
+    damage_prompts: int = 4
+    damage_tokens: int = 128
 
 
 PROFILES = {
@@ -58,10 +72,22 @@ PROFILES = {
         Profile(
             name="gpu",
             device="cuda",
+            # The embedded code needs a package that a GPU image may lack.
+            sources=("folder",),
             n_prompts=64,
             prompt_tokens=512,
             decode_steps=64,
             n_blocks=128,
+            eval_prompts=128,
+            eval_tokens=1024,
+            calibration_prompts=64,
+            calibration_tokens=1024,
+            demotion_prompts=128,
+            demotion_context_tokens=2048,
+            demotion_scored_tokens=256,
+            damage_blocks=288,
+            damage_prompts=24,
+            damage_tokens=1024,
         ),
     )
 }

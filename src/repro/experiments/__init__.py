@@ -28,6 +28,10 @@ EXPERIMENTS: dict[str, str] = {
     "activation": "repro.experiments.activation",
     "heavy-tail": "repro.experiments.heavy_tail",
     "model-table": "repro.experiments.model_table",
+    "nesting": "repro.experiments.nesting",
+    "format-curve": "repro.experiments.format_curve",
+    "sensitivity": "repro.experiments.sensitivity",
+    "demotion": "repro.experiments.demotion",
 }
 """Name on the command line and of the records file, and the module that measures it."""
 

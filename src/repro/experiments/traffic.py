@@ -214,7 +214,7 @@ class Traffic:
                 import torch
 
                 torch.set_num_threads(self.profile.n_threads)
-                _keep_freed_memory()
+                keep_freed_memory()
             model, tokenizer = load_model(name, device=self.device, dtype=DTYPES[self.device])
             self._loaded = (name, model, tokenizer)
         return self._loaded[1], self._loaded[2]
@@ -235,7 +235,7 @@ def model_folder(name: str) -> Path:
     )
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let the C library keep what is freed instead of giving it back to the system at once.
 
     Every layer frees and asks again for the same tens of megabytes; getting them as fresh

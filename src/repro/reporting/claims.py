@@ -19,9 +19,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from repro.reporting import checks_activation as act
+from repro.reporting import checks_demotion as demotion
+from repro.reporting import checks_formats as formats
 from repro.reporting import checks_heavy_tail as heavy
 from repro.reporting import checks_models as sizes
 from repro.reporting import checks_quality as quality
+from repro.reporting import checks_sensitivity as sens
 from repro.reporting.checks import Case
 from repro.reporting.records import Record
 
@@ -74,6 +77,10 @@ def _nothing(records: Sequence[Record]) -> Iterator[Case]:
     """Not measured yet: no record can answer."""
     yield from ()
 
+
+SENSITIVITY = "needs the sensitivity experiment"
+
+FORMATS = "needs the nesting and format-curve experiments"
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
@@ -224,13 +231,119 @@ CLAIMS: tuple[Claim, ...] = (
         heavy.hot_sets_disjoint,
         required=False,
     ),
+    *(Claim(*row) for row in demotion.ROWS),
     Claim(
-        "O3",
-        "Observation 3, Figure 3",
-        "Perplexity rises smoothly as cold experts are demoted.",
-        "to be fixed with the experiment",
-        _nothing,
-        needs="needs the demotion experiment (Figure 3)",
+        "S1",
+        "target of ours",
+        "Predicted damage orders single blocks as measured damage does, in every transition.",
+        f"rank correlation with the divergence at least {sens.RANK}, or its interval reaches it",
+        sens.rank_agrees,
+        needs=SENSITIVITY,
+    ),
+    Claim(
+        "S2",
+        "PagedWeight, sensitivity",
+        "A block suffers more with every bit it loses.",
+        "mean divergence over the measured blocks grows at every step down",
+        sens.damage_grows,
+        needs=SENSITIVITY,
+    ),
+    Claim(
+        "S3",
+        "PagedWeight, sensitivity",
+        "What follows a block matters: Fisher information beats the error of the weights.",
+        "higher rank correlation, mean of transitions",
+        sens.inputs_matter,
+        needs=SENSITIVITY,
+    ),
+    Claim(
+        "S4",
+        "PagedWeight, sensitivity",
+        "Hot is not fragile: experts with much traffic are not those hurt most per token.",
+        f"rank correlation of routing mass and damage per token below {sens.HOT}",
+        sens.hot_is_not_fragile,
+        needs=SENSITIVITY,
+    ),
+    Claim(
+        "S5",
+        "PagedWeight, prompt residual",
+        "Prompt heads do no harm on prompts they have not seen.",
+        f"held-out R2 at most {sens.HEAD_LOSS} below that of g x mass, in every head",
+        sens.heads_do_no_harm,
+        needs=SENSITIVITY,
+    ),
+    Claim(
+        "S6",
+        "target of ours",
+        "Predicted damage orders single blocks as the increase of the loss does.",
+        f"rank correlation at least {sens.RANK}, or its interval reaches it",
+        sens.loss_rank_agrees,
+        required=False,
+        needs=SENSITIVITY,
+    ),
+    Claim(
+        "F1",
+        "target of ours",
+        "Nested codes are nearly as good as exact ones: random rows, a table per row.",
+        "squared error pooled over rows of 1,024 values: "
+        + ", ".join(f"{bits} bits at most {most} x" for bits, most in formats.BOUNDS.items()),
+        formats.nesting_of_rows,
+        needs=FORMATS,
+    ),
+    Claim(
+        "F2",
+        "target of ours",
+        "The same on the models' own blocks, joined to rows of 1,024 and weighted.",
+        "as F1, weighted; a few rows with most of the importance decide a pooled ratio, so the "
+        "mean of rows stands beside it",
+        formats.nesting_of_blocks,
+        required=False,
+        needs=FORMATS,
+    ),
+    Claim(
+        "F3",
+        "target of ours",
+        "At equal bytes any-precision loses no more than integers rounded to nearest.",
+        "up to 4.5 bits per weight, every group and both symmetries: the interval of the paired "
+        "difference does not lie above 0",
+        formats.not_worse_at_equal_bytes,
+        required=False,
+        needs=FORMATS,
+    ),
+    Claim(
+        "F4",
+        "target of ours",
+        "Every further bit lowers the error of every look-up table.",
+        "no table with a width at which it does not, down to the rounding of float16",
+        formats.error_falls,
+        needs=FORMATS,
+    ),
+    Claim(
+        "F5",
+        "count of ours",
+        "All tables of 3 to 8 bits, one per row, cost several bits per weight.",
+        f"{formats.TABLE_BITS} bits per weight on {formats.TABLE_MODEL}",
+        formats.tables_cost_as_published,
+        needs=FORMATS,
+    ),
+    Claim(
+        "F6",
+        "target of ours",
+        "Pages waste little.",
+        f"a page size that leaves at most {100 * formats.UNUSED:.0f} % unused at every width, for "
+        "every model",
+        formats.pages_are_used,
+        needs=FORMATS,
+    ),
+    Claim(
+        "F7",
+        "target of ours",
+        "Encoding is fast.",
+        f"on a GPU at least {formats.RATE_GB} GB of bfloat16 weights per second at published block "
+        f"sizes; on two CPU cores both small models in {formats.ENCODE_S:.0f} s",
+        formats.encoding_is_fast,
+        required=False,
+        needs=FORMATS,
     ),
     Claim(
         "T3.1",

@@ -21,7 +21,17 @@ from matplotlib.figure import Figure
 
 from repro import paths, profiles
 from repro.files import write_bytes, write_text
-from repro.reporting import activation_figures, heavy_tail_figures, model_figures, style
+from repro.reporting import (
+    activation_figures,
+    demotion_figures,
+    format_figures,
+    heavy_tail_figures,
+    model_figures,
+    sensitivity_figures,
+    style,
+)
+from repro.reporting.checks_sensitivity import DAMAGE, HEADS
+from repro.reporting.format_records import CURVE, NESTING
 from repro.reporting.grouping import devices, distinct, select
 from repro.reporting.model_records import TRAINING
 from repro.reporting.record_sets import MODELS, footnote, record_sets
@@ -76,6 +86,54 @@ FIGURES: dict[str, FigureSpec] = {
         ("heavy-tail",),
         ("DynaExq Figure 2",),
         "The ten busiest experts by layer and workload",
+    ),
+    "sensitivity_scatter": FigureSpec(
+        sensitivity_figures.sensitivity_scatter,
+        ("sensitivity",),
+        (DAMAGE,),
+        "Predicted and measured damage of lowering single blocks",
+    ),
+    "sensitivity_predictors": FigureSpec(
+        sensitivity_figures.sensitivity_predictors,
+        ("sensitivity",),
+        (DAMAGE,),
+        "What predicts the damage of a block",
+    ),
+    "sensitivity_hot": FigureSpec(
+        sensitivity_figures.sensitivity_hot,
+        ("sensitivity",),
+        (DAMAGE,),
+        "Hot experts and fragile experts",
+    ),
+    "prompt_heads": FigureSpec(
+        sensitivity_figures.prompt_heads,
+        ("sensitivity",),
+        (HEADS,),
+        "What prompt heads add on prompts they have not seen",
+    ),
+    "figure3_demotion": FigureSpec(
+        demotion_figures.figure3_demotion,
+        ("demotion",),
+        ("DynaExq Figure 3",),
+        "Perplexity against the share of experts demoted per layer",
+    ),
+    "figure3_normalised": FigureSpec(
+        demotion_figures.figure3_normalised,
+        ("demotion",),
+        ("DynaExq Figure 3",),
+        "Part of the whole increase reached at each share demoted",
+    ),
+    "formats_quality": FigureSpec(
+        format_figures.formats_quality,
+        ("format-curve",),
+        (CURVE,),
+        "What formats lose at their bytes",
+    ),
+    "formats_nesting": FigureSpec(
+        format_figures.formats_nesting,
+        ("nesting",),
+        (NESTING,),
+        "What nesting and shared tables cost",
     ),
     "models_training": FigureSpec(
         model_figures.models_training,

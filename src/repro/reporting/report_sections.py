@@ -9,7 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from repro.reporting import model_tables, paper_tables, sentences
+from repro.reporting import (
+    demotion_sentences,
+    demotion_tables,
+    format_sentences,
+    format_tables,
+    model_tables,
+    paper_tables,
+    sensitivity_sentences,
+    sensitivity_tables,
+    sentences,
+)
+from repro.reporting.checks_sensitivity import DAMAGE, HEADS
+from repro.reporting.format_records import BYTES, CURVE, NESTING, PAGES, SPEED
 from repro.reporting.model_records import EXPERIMENT, QUALITY, TRAINING
 from repro.reporting.records import Record
 from repro.reporting.tables import Table
@@ -90,6 +102,67 @@ SECTIONS: tuple[Section, ...] = (
         sentences.figure2_paper,
     ),
     Section(
+        "sensitivity",
+        "PagedWeight: sensitivity of single blocks",
+        (DAMAGE,),
+        "sensitivity",
+        sensitivity_sentences.sensitivity,
+        ("sensitivity_scatter", "sensitivity_predictors", "sensitivity_hot"),
+        (sensitivity_tables.rank_correlations, sensitivity_tables.loss_noise),
+    ),
+    Section(
+        "prompt-heads",
+        "PagedWeight: prompt residual heads",
+        (HEADS,),
+        "sensitivity",
+        sensitivity_sentences.heads,
+        ("prompt_heads",),
+        (sensitivity_tables.heads,),
+    ),
+    Section(
+        "figure3",
+        "DynaExq Figure 3: perplexity as experts are demoted",
+        ("DynaExq Figure 3",),
+        "demotion",
+        demotion_sentences.figure3,
+        ("figure3_demotion", "figure3_normalised"),
+        (demotion_tables.perplexity, demotion_tables.controls, demotion_tables.reached),
+        demotion_sentences.figure3_paper,
+        ("figures_stated",),
+    ),
+    Section(
+        "formats-quality",
+        "Formats: quality against bytes",
+        (CURVE,),
+        "format-curve",
+        format_sentences.quality,
+        ("formats_quality",),
+        (format_tables.equal_bytes, format_tables.quality),
+    ),
+    Section(
+        "formats-nesting",
+        "Formats: what nesting costs",
+        (NESTING,),
+        "nesting",
+        format_sentences.nesting,
+        ("formats_nesting",),
+        (format_tables.nesting,),
+    ),
+    Section(
+        "formats-bytes",
+        "Formats: bytes, pages and speed",
+        (BYTES, PAGES, SPEED),
+        "format-curve",
+        format_sentences.sizes,
+        (),
+        (
+            format_tables.published_bytes,
+            format_tables.published_integers,
+            format_tables.pages,
+            format_tables.speed,
+        ),
+    ),
+    Section(
         "table3",
         "DynaExq Table 3: models and bytes per expert",
         ("DynaExq Table 3",),
@@ -107,7 +180,6 @@ OPEN_POINTS: tuple[tuple[str, str], ...] = (
     ("DynaExq Table 3, body in version 3", "not available; the rows shown are the authors' draft"),
     ("DynaExq Table 4", "accuracy under a memory cap: not yet reproduced"),
     ("DynaExq Figure 1", "GPU wait under offloading: not yet reproduced"),
-    ("DynaExq Figure 3", "perplexity against demoted experts: not yet reproduced"),
     ("DynaExq Figure 4", "the architecture: to be drawn from the running engine"),
     (
         "DynaExq Figures 6, 7, 9 and 10",
