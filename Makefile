@@ -71,7 +71,7 @@ help:  ## this list (times: 2 CPU cores, environment ready)
 reproduce: env  ## measure and draw: notebooks, records, figures, report (minutes; unchanged: < 1 min)
 	@$(RUN) reproduce $(WORK)
 
-test: unit notebooks  ## unit tests, then strict check of every notebook (< 8 min)
+test: unit notebooks  ## unit tests, then strict check of every notebook (< 10 min)
 
 unit: env  ## unit tests only (minutes)
 	$(PY) -m pytest tests $(PYTEST_WORKERS) $(PYTEST_ARGS)

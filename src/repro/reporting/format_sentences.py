@@ -66,20 +66,21 @@ def quality(records: Sequence[Record]) -> str:
 
 
 def _gptq(records: Sequence[Record]) -> str:
-    won: list[str] = []
-    n_compared = 0
+    """Where codes chosen under the Hessian of the inputs beat the curve, by model."""
+    said: list[str] = []
     chosen = select(records, claim=CURVE, metric="curve_difference", curve=DEFAULT_FORMAT)
     for title, of_panel in panels(chosen):
-        for record in of_panel:
-            for point, difference in by_point(record).items():
-                if family(point) == "gptq":
-                    n_compared += 1
-                    if difference.low > 0:
-                        won.append(f"{title} {record.config['domain']} {point}")
-    if not n_compared:
+        differences = [
+            difference.low > 0
+            for record in of_panel
+            for point, difference in by_point(record).items()
+            if family(point) == "gptq"
+        ]
+        if differences:
+            said.append(f"{sum(differences)} of {len(differences)} in {title}")
+    if not said:
         return ""
-    text = f"The GPTQ-style encoder wins in {len(won)} of {n_compared} comparisons"
-    return f"{text} ({', '.join(won)}). " if won else f"{text}. "
+    return f"The GPTQ-style encoder wins in {' and '.join(said)} comparisons. "
 
 
 def default_tables(records: Sequence[Record]) -> str:
