@@ -47,7 +47,7 @@ def sensitivity_scatter(records: Sequence[Record]) -> Figure:
                 if i % _PER_ROW == 0:
                     panel.set_ylabel("measured")
         for panel in axes[-1]:
-            panel.set_xlabel("predicted (log10 of nats per token)")
+            panel.set_xlabel("predicted (log10 of nats)")
     return figure
 
 
@@ -134,7 +134,7 @@ def _predictors(axes: Axes, title: str, record: Record) -> None:
     axes.axvline(RANK, color=style.GREY, linestyle="--", linewidth=1.0)
     axes.set_yticks(range(len(names)), [name.replace(" x ", "\nx ", 1) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlim(-0.5, 1.02)
+    axes.set_xlim(-0.7, 1.02)
     axes.set_title(title)
 
 
