@@ -84,35 +84,49 @@ def _gptq(records: Sequence[Record]) -> str:
 
 
 def default_tables(records: Sequence[Record]) -> str:
-    """How the default number of rows per table follows from the curve."""
+    """What the curve says about the number of rows per table, and what it leaves open."""
     chosen = select(records, claim=CURVE, metric="loss_increase")
-    parts = []
+    parts: list[str] = []
+    margins: dict[str, list[float]] = {}  # how much more than the default the others lose
     for title, of_panel in panels(chosen):
-        bits = bits_per_weight(records, of_panel[0])
-        rises = [by_point(record) for record in of_panel]
-        affordable: dict[str, tuple[float, float]] = {}
-        for name in ("any-precision-r1", "any-precision-r16", DEFAULT_FORMAT, "any-precision-r0"):
-            points = [p for p in bits if family(p) == name and bits[p] <= SHOWN_BITS]
-            if points:
-                widest = max(points, key=lambda point: bits[point])
-                mean = sum(rise[widest].value for rise in rises) / len(rises)
-                affordable[widest] = (bits[widest], mean)
-        if affordable:
-            parts.append(
-                f"in {title} "
-                + ", ".join(
-                    f"{point} ({size:.2f} bits) raises the perplexity by "
-                    f"{100 * math.expm1(rise):.2f} %"
-                    for point, (size, rise) in affordable.items()
-                )
-            )
+        widest = _widest(of_panel, bits_per_weight(records, of_panel[0]))
+        if widest:
+            parts.append(f"in {title} " + ", ".join(text for text, _ in widest.values()))
+        for name in widest.keys() - {DEFAULT_FORMAT}:
+            if DEFAULT_FORMAT in widest:
+                more = widest[name][1] - widest[DEFAULT_FORMAT][1]
+                margins.setdefault(name, []).append(more)
     if not parts:
         return ""
-    return (
-        f"The widest width that {SHOWN_BITS} bits per weight pay for, by table: {'; '.join(parts)} "
-        "(mean of domains). Tables per row cost these narrow experts whole bits; one table per 64 "
-        "rows costs hundredths and fits the rows better than one per matrix, hence the default."
+    text = (
+        f"The widest width that {SHOWN_BITS} bits per weight pay for raises the perplexity (mean "
+        f"of domains) {'; '.join(parts)}."
     )
+    per_row = margins.pop("any-precision-r1", [])
+    if per_row and min(per_row) > 0:
+        text += " So the curve rules out a table per row for experts as narrow as these"
+        if margins:
+            largest = max(abs(more) for found in margins.values() for more in found)
+            text += (
+                f". The ways of sharing differ by at most {largest:.2f} points; among them 64 "
+                "rows, those of a page of a plane (16 KiB at 2,048 columns), are the default"
+            )
+        text += "."
+    return text
+
+
+def _widest(of_panel: Sequence[Record], bits: dict[str, float]) -> dict[str, tuple[str, float]]:
+    """By kind of table: the widest affordable point in words, and its rise in percent."""
+    rises = [by_point(record) for record in of_panel]
+    found: dict[str, tuple[str, float]] = {}
+    for name in ("any-precision-r1", "any-precision-r16", DEFAULT_FORMAT, "any-precision-r0"):
+        points = [p for p in bits if family(p) == name and bits[p] <= SHOWN_BITS]
+        if points:
+            widest = max(points, key=lambda point: bits[point])
+            mean = sum(rise[widest].value for rise in rises) / len(rises)
+            percent = 100 * math.expm1(mean)
+            found[name] = (f"by {percent:.2f} % ({widest}, {bits[widest]:.2f} bits)", percent)
+    return found
 
 
 def sizes(records: Sequence[Record]) -> str:
