@@ -6,9 +6,10 @@ same with the text's routing mass, with factors of measured layers (every block 
 itself), and with heads that see a prompt's norms (judged on held-out prompts).
 
 Divergence from the unchanged model is the yardstick.  The increase of the loss is shown beside
-it: of one block it is mostly first-order noise, whose size is known - with D the divergence and
-n scored tokens its standard deviation is sqrt(2 D / n) - so the records state what any
-predictor of the loss could reach.
+it: of one block it is mostly of first order.  On a text that the model itself could have written
+that part is noise of known size - with D the divergence and n scored tokens its standard
+deviation is sqrt(2 D / n) - and the records state what any predictor of the loss could reach
+against it.  On other texts the loss has a slope of its own, which more tokens do not remove.
 
 Records of many numbers are grids: ``series`` row by row, with labels ``rows`` and ``columns``.
 

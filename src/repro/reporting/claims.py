@@ -236,7 +236,8 @@ CLAIMS: tuple[Claim, ...] = (
         "S1",
         "target of ours",
         "Predicted damage orders single blocks as measured damage does, in every transition.",
-        f"rank correlation with the divergence at least {sens.RANK}, or its interval reaches it",
+        f"rank correlation with the divergence at least {sens.RANK}; asked of "
+        f"{sens.ENOUGH_BLOCKS} blocks or more",
         sens.rank_agrees,
         needs=SENSITIVITY,
     ),
@@ -276,7 +277,7 @@ CLAIMS: tuple[Claim, ...] = (
         "S6",
         "target of ours",
         "Predicted damage orders single blocks as the increase of the loss does.",
-        f"rank correlation at least {sens.RANK}, or its interval reaches it",
+        f"rank correlation at least {sens.RANK}; asked of {sens.ENOUGH_BLOCKS} blocks or more",
         sens.loss_rank_agrees,
         required=False,
         needs=SENSITIVITY,

@@ -41,7 +41,11 @@ def sensitivity(records: Sequence[Record]) -> str:
         noise = select(of_panel, metric="loss_noise")
         if noise:
             shares = [100 * row[2] for row in grid(noise[0])]
-            text += f", out of whose first-order noise {span(shares)} of the blocks stand"
+            spreads = column(noise[0], "ratio")
+            text += (
+                f", where {span(shares)} of the blocks stand out of sampling noise and loss and "
+                f"divergence lie {_span(spreads)} times as far apart as that noise explains"
+            )
         hot = select(of_panel, metric="mass_vs_per_token")
         if hot and hot[0].value is not None:
             text += f"; routing mass and damage per token correlate by {float(hot[0].value):.2f}"

@@ -77,9 +77,11 @@ def loss_noise(records: Sequence[Record]) -> Table:
                 rows.append(Row("ours", (title, name, *cells)))
     caption = (
         "Noise: standard deviation sqrt(2 D / n) of the first-order part of the loss, with D the "
-        "divergence and n scored tokens. Rank at best: what a predictor that knew every "
-        f"divergence would reach against a loss with that noise; reached: {BEST}. Spread over "
-        "noise: how far loss and divergence really lie apart, 1 if the noise explains it."
+        "divergence and n scored tokens, of a text that the model itself could have written. Rank "
+        "at best: what a predictor that knew every divergence would reach against a loss with that "
+        f"noise; reached: {BEST}. Spread over noise: how far loss and divergence really lie "
+        "apart, 1 if the noise explains it; more on a text whose loss has a slope of its own, on "
+        "which lowering a block may help as well as hurt, however many tokens are scored."
     )
     keys = tuple(sorted({record.key for record in chosen}))
     return Table("Why the loss of one block is hard to see", columns, tuple(rows), caption, keys)
