@@ -1,6 +1,7 @@
 """Records: the same bytes whatever the order, one lost point at most, nothing lost in silence."""
 
 import errno
+import gzip
 import json
 import types
 from pathlib import Path
@@ -162,6 +163,24 @@ def test_a_damaged_file_is_named_and_kept(tmp_path, damage, line):
         fill(store, [4])
     assert "\n" not in str(caught.value)
     assert path.read_text() == damaged
+
+
+def test_a_packed_file_reads_and_grows_like_a_plain_one(tmp_path):
+    plain, packed = (RecordStore("tiny", root=tmp_path / name) for name in ("plain", "packed"))
+    fill(plain, [1, 2])
+    text = plain.path("demo").read_text()
+    packed.root.mkdir()
+    (packed.root / "demo.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+    assert packed.experiments() == ["demo"] and packed.read() == plain.read()
+    for store in (plain, packed):
+        fill(store, [2, 4])
+        assert store.n_measured == (2 if store is plain else 0) + 1
+    assert [r.value for r in packed.read()] == [r.value for r in plain.read()]
+    assert [p.name for p in packed.root.iterdir()] == ["demo.jsonl.gz"]
+    path = packed.path("demo")
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(RecordFileError, match=r"demo\.jsonl\.gz"):
+        packed.read()
 
 
 def test_bytes_that_are_no_text(tmp_path):

@@ -10,6 +10,7 @@ Nothing is downloaded and nothing is written.
 from __future__ import annotations
 
 import importlib
+import gzip
 import json
 import os
 import platform
@@ -194,7 +195,7 @@ def _is_whole(path: Path) -> bool:
 def _records() -> Iterator[Check]:
     for profile in PROFILES:
         try:
-            files = sorted(paths.records_dir(profile).glob("*.jsonl"))
+            files = sorted(paths.records_dir(profile).glob("*.jsonl*"))
         except ReproError:
             return
         n_records = sum(_n_lines(path) for path in files)
@@ -207,7 +208,8 @@ def _records() -> Iterator[Check]:
 
 
 def _n_lines(path: Path) -> int:
-    with path.open("rb") as lines:
+    opened = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+    with opened as lines:
         return sum(1 for _ in lines)
 
 

@@ -18,6 +18,7 @@ import json
 import os
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -27,9 +28,10 @@ from typing import Any, Literal, get_args
 
 from repro import paths
 from repro.errors import ReproError
-from repro.files import output_error, write_text
+from repro.files import output_error
 from repro.reporting import provenance
 from repro.reporting.jsonable import canonical, order_key, plain
+from repro.reporting.record_files import PACKED, read_lines, record_files, write_lines
 
 SCHEMA = 1
 Kind = Literal["measured", "simulated", "derived", "paper", "choice"]
@@ -162,14 +164,14 @@ class RecordStore:
         self._writable = False
 
     def path(self, experiment: str) -> Path:
-        """File of one experiment."""
-        return self.root / f"{experiment}.jsonl"
+        """File of one experiment; the packed one if that is what there is."""
+        plain_file = self.root / f"{experiment}.jsonl"
+        packed = self.root / f"{experiment}{PACKED}"
+        return packed if packed.is_file() and not plain_file.is_file() else plain_file
 
     def experiments(self) -> list[str]:
         """Names of the experiments that have a file."""
-        if not self.root.is_dir():
-            return []
-        return sorted(file.stem for file in self.root.glob("*.jsonl"))
+        return sorted({file.name.split(".jsonl")[0] for file in record_files(self.root)})
 
     def read(self, experiment: str | None = None) -> list[Record]:
         """All records of one experiment, or of every one; an absent file holds none.
@@ -256,10 +258,10 @@ class RecordStore:
     def _read(self, experiment: str) -> list[Record]:
         path = self.path(experiment)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_lines(path)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or "it is no text"
             raise RecordFileError(
                 f"cannot read {paths.relative(path)!r} ({reason}): repair it, restore it from "
@@ -284,7 +286,8 @@ class RecordStore:
 
     def _write(self, experiment: str, records: Iterable[Record]) -> None:
         ordered = sorted(records, key=_record_order)
-        write_text(self.path(experiment), "".join(f"{record.line()}\n" for record in ordered))
+        text, path = "".join(f"{record.line()}\n" for record in ordered), self.path(experiment)
+        write_lines(path, text)
 
 
 def _parse(path: Path, number: int, line: str) -> Record:
