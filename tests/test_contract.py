@@ -42,9 +42,12 @@ from repro.contract import (
     pages_of,
     unpack_row,
 )
-from repro.formats import make_format
+from repro.formats import EncodedStack, make_format
+from repro.formats.encoded import TensorSpec
 from repro.integration.experts import ExpertsLayer
 from repro.integration.statistics import DeviceStatistics
+from repro.policies import make_policy
+from repro.residency import BlockPayload, ExpertResidency, HostStore, Limits
 
 # A format: 8-bit codes rounded to the nearest level of their row, nested ---------------------
 
@@ -757,9 +760,12 @@ class AsksForUnknownWidths(TopN):
         return [a._replace(n_bits=(3, 3)) for a in super().decide(state)]
 
 
+POLICY_BLOCK_BYTES = ((200, 400), (100, 200))  # [B, W]
+
+
 def _state(counts: np.ndarray, n_bits: np.ndarray, n_high: int, now: int = 0) -> PolicyState:
     n_layers, n_experts = counts.shape
-    block_bytes = np.array([[200, 400], [100, 200]])
+    block_bytes = np.array(POLICY_BLOCK_BYTES)
     low, high = block_bytes.sum(axis=0)
     return PolicyState(
         now=float(now),
@@ -929,6 +935,69 @@ def of_tensors(name: str) -> Callable[[], OfTensors]:
     return lambda: OfTensors(name)
 
 
+def of_policy(name: str, **options: Any) -> Callable[[], Any]:
+    sizes = np.array(POLICY_BLOCK_BYTES)
+    return lambda: make_policy(name, shape=(3, 16), widths=(4, 8), block_bytes=sizes, **options)
+
+
+def expert_residency(
+    encoded: dict[Key, Any], n_bits: int, capacity_bytes: int, clock: Any
+) -> ExpertResidency:
+    """The package's residency, copying by hand; its payloads are stacks of tensors."""
+    payloads = [
+        [
+            stacked([encoded[layer, expert, block] for expert in range(EXPERTS)])
+            for block in map(int, Block)
+        ]
+        for layer in range(LAYERS)
+    ]
+    store = HostStore(payloads, PAGE_BYTES, pin=False)
+    for layer, blocks in enumerate(payloads):
+        for block, payload in enumerate(blocks):
+            store.put(layer, block, payload)
+    resident = [p for weight in encoded.values() for p in weight.slices(n_bits)]
+    spare = capacity_bytes // PAGE_BYTES - sum(pages_of(resident, PAGE_BYTES))
+    return ExpertResidency(
+        store,
+        capacity_bytes=capacity_bytes,
+        initial_bits=n_bits,
+        clock=clock,
+        worker="manual",
+        staging_bytes=4 * PAGE_BYTES if spare >= 60 else 0,
+        slack_bytes=4 * PAGE_BYTES if spare >= 12 else 0,
+        limits=Limits(copy_limit=COPY_LIMIT),
+    )
+
+
+@dataclass(frozen=True)
+class ByPart:
+    """A scheme with one tensor of bytes per part."""
+
+    like: Any
+    name = "by-part"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.like, name)
+
+    def tensors(self, n_bits: int) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(f"{p.kind}{p.index}", p.kind, p.index, torch.uint8, (p.n_bytes,))
+            for p in self.like.slices(n_bits)
+        )
+
+
+def stacked(weights: list[Any]) -> BlockPayload:
+    scheme = ByPart(weights[0])
+    parts = {part for n_bits in scheme.widths for part in scheme.like.slices(n_bits)}
+    tensors = {
+        f"{part.kind}{part.index}": torch.stack(
+            [torch.frombuffer(bytearray(w.read(part)), dtype=torch.uint8) for w in weights]
+        )
+        for part in parts
+    }
+    return BlockPayload.of_stack(EncodedStack(scheme, tensors))
+
+
 # A way to build it, by room: add the real ones here.
 IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "format": {
@@ -950,8 +1019,13 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {
         },
     },
     "clock": {"steps": StepClock},
-    "residency": {"paged": PagedResidency},
-    "policy": {"top-n": TopN},
+    "residency": {"paged": PagedResidency, "experts": expert_residency},
+    "policy": {
+        "top-n": TopN,
+        "dynaexq": of_policy("dynaexq"),
+        "dynaexq-mass": of_policy("dynaexq", signal="mass", rank_slack=1),
+        "dynaexq-sensitive": of_policy("dynaexq", sensitivity_weighted=True),
+    },
     "statistics": {"loop": CountingLoop, "device": device_statistics},
 }
 

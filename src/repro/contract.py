@@ -333,6 +333,15 @@ class PolicyState:
     sensitivity: FloatArray  # [L, E, B, W] damage of reading the block at that width
     budget_bytes: int  # cap on expert weights and their tables
     kv_free_blocks: int
+    # Where weights and KV cache share pages; zero where they do not.
+    kv_needed_blocks: int = 0  # that requests lack right now; free ones are not subtracted
+    kv_block_bytes: int = 0  # whole pages of one KV block
+    reclaiming_bytes: int = 0  # of switched versions that steps under way still read
+    # What is known of changes under way and of sizes; None where nobody says.
+    target_bits: npt.NDArray[np.int8] | None = None  # [L, E, B] once all of them are published
+    layer_block_bytes: IntArray | None = None  # [L, B, W] where layers differ
+    # Prompt signal of the running requests: mean, RMS and maximum input norm, zeros if unknown.
+    features: FloatArray | None = None  # [L, E, B, 3] merged by KV blocks
 
 
 class Policy(Protocol):
