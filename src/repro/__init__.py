@@ -13,10 +13,15 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from repro.models import list_models, load_model
+    from repro.serving import Engine
 
-_LAZY = {"list_models": "repro.models", "load_model": "repro.models"}
+_LAZY = {
+    "Engine": "repro.serving",
+    "list_models": "repro.models",
+    "load_model": "repro.models",
+}
 
-__all__ = ["__version__", "list_models", "load_model"]
+__all__ = ["Engine", "__version__", "list_models", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
