@@ -15,6 +15,10 @@ import numpy as np
 from repro.contract import FloatArray
 from repro.policies.planner import Columns, Plan, Segments, segments
 
+# Our choice: segments on the way down that are looked at for each one on the way up; a table and
+# a plane of the widest width are paid for by far fewer.
+MAX_PAYERS = 16
+
 
 def exchange(
     up: Segments,
@@ -43,36 +47,52 @@ def exchange(
         A plan whose ``order`` names payers before the promotion they pay for.
     """
     down = segments(damage, n_bytes, column, floor)
+    # Plain lists: the walk looks at single numbers.
+    ups = _first(up, limit)
+    payers = _first(down, MAX_PAYERS * limit)
     columns = column.copy()
     order: list[int] = []
     paid, change, total = 0, 0.0, float(room)
     rose: set[int] = set()
     fell: set[int] = set()
-    for i in range(min(limit, len(up.place))):
-        block, gain, cost = int(up.block(i)), -float(up.damage[i]), float(up.n_bytes[i])
+    for block, to, cost, change_up in ups:
+        gain = -change_up
         if block in fell or gain <= 0:
             break
-        payers: list[int] = []
-        j, income, loss = paid, 0.0, 0.0
-        while total + income < cost and j < len(down.place):
-            if int(down.block(j)) not in rose and int(down.block(j)) != block:
-                payers.append(j)
-                income += float(down.n_bytes[j])
-                loss += float(down.damage[j])
+        chosen, j, income, loss, worst = [], paid, 0.0, 0.0, 0.0
+        while total + income < cost and j < len(payers):
+            payer, _, released, harm = payers[j]
+            if payer not in rose and payer != block:
+                chosen.append(j)
+                income += released
+                loss += harm
+                worst = max(worst, harm / released)
             j += 1
         # Per byte, for the worst payer too: what is left over of its bytes may find no use.
-        worst = max((float(down.damage[k] / down.n_bytes[k]) for k in payers), default=0.0)
         if total + income < cost or gain <= margin * max(loss, worst * cost):
             break
-        for k in payers:
-            fallen = int(down.block(k))
-            columns[fallen] = int(down.to(k))
-            order.append(fallen)
-            fell.add(fallen)
-        columns[block] = int(up.to(i))
+        for k in chosen:
+            columns[payers[k][0]] = payers[k][1]
+            order.append(payers[k][0])
+            fell.add(payers[k][0])
+        columns[block] = to
         order.append(block)
         rose.add(block)
         total += income - cost
         change += loss - gain
         paid = j
     return Plan(columns, round(room - total), change, np.asarray(order, dtype=np.intp), 0.0)
+
+
+def _first(found: Segments, n: int) -> list[tuple[int, int, float, float]]:
+    """(block, column reached, bytes, damage) of the best ``n`` segments."""
+    some = slice(0, n)
+    return list(
+        zip(
+            found.block(some).tolist(),
+            found.to(some).tolist(),
+            found.n_bytes[some].tolist(),
+            found.damage[some].tolist(),
+            strict=True,
+        )
+    )

@@ -146,8 +146,11 @@ class PagedWeightPolicy:
         ratio = mass_ratio(shares, inventory.calibration_mass, inventory.n_present)
         coming = state.n_bits if state.target_bits is None else state.target_bits
         columns = inventory.columns(coming)
-        now, then = inventory.bytes_of(inventory.columns(state.n_bits)), inventory.bytes_of(columns)
-        used, released = int(then.sum()), int(np.maximum(0, now - then).sum())
+        then = inventory.bytes_of(columns)
+        used, released = int(then.sum()), 0
+        if not np.array_equal(state.n_bits, coming):
+            now = inventory.bytes_of(inventory.columns(state.n_bits))
+            released = int(np.maximum(0, now - then).sum())
         column = columns.reshape(-1)
         stays = state.in_transition | ~inventory.present
         held = np.repeat(stays.reshape(-1), inventory.n_blocks)

@@ -134,21 +134,24 @@ def _hull(
     np.cumsum(np.where(valid, size, 0.0), axis=0, out=x[1:])
     np.cumsum(np.where(valid, cost, 0.0), axis=0, out=y[1:])
     pieces = np.zeros((n_steps, m)), np.zeros((n_steps, m)), np.zeros((n_steps, m), dtype=bool)
-    at, rows = np.zeros(m, dtype=np.intp), np.arange(m)
+    at, rows = np.zeros(m, dtype=np.intp), np.arange(m)  # of the curves not yet at their end
+    k = np.arange(n_steps)[:, None]
     for _ in range(n_steps):
-        dx, dy = x[1:] - x[at, rows], y[1:] - y[at, rows]
-        ahead = valid & (dx > 0) & (np.arange(n_steps)[:, None] >= at)
+        dx, dy = x[1:] - x[at, np.arange(len(at))], y[1:] - y[at, np.arange(len(at))]
+        ahead = valid & (dx > 0) & (k >= at)
         with np.errstate(divide="ignore", invalid="ignore"):
             bargain = np.where(ahead, dy / dx, np.inf)
         step = bargain.argmin(axis=0)
-        found = np.flatnonzero(ahead[step, rows])
+        found = np.flatnonzero(ahead[step, np.arange(len(at))])
         if len(found) == 0:
             break
         step = step[found]
-        pieces[0][step, found] = dy[step, found]
-        pieces[1][step, found] = dx[step, found]
-        pieces[2][step, found] = True
-        at[found] = step + 1
+        pieces[0][step, rows[found]] = dy[step, found]
+        pieces[1][step, rows[found]] = dx[step, found]
+        pieces[2][step, rows[found]] = True
+        at = step + 1
+        if len(found) < len(rows):
+            rows, x, y, valid = rows[found], x[:, found], y[:, found], valid[:, found]
     return pieces
 
 
