@@ -21,6 +21,7 @@ from repro.models.tiny import ARCHITECTURES, tiny_model
 from repro.residency import BudgetError
 from repro.serving import EngineError, RequestError, SamplingParams
 from repro.serving.clocks import StepClock
+from repro.serving.control import Pressure
 from repro.serving.conversation import Conversation
 
 PROMPTS = [list(range(2, 14)), [5, 9, 3], list(range(20, 50))]
@@ -154,6 +155,34 @@ def test_any_schedule_of_changes_equals_the_plain_reference(seed, policy):
         published.append(changes)
     assert changes > 3, "nothing changed, nothing was tested"
     assert worst < 2e-5
+
+
+def test_wishes_without_room_wait_in_the_update_queue():
+    """Two pairs of a decision find room at a time; the others follow as pages come free."""
+    found = {}
+    for queue in (True, False):
+        with engine("dynaexq", copies_per_step=2, interval=10_000, n_high=4, slack=1) as e:
+            e._parts.control.update_queue = queue
+            request = e.submit(PROMPTS[0], 200, ignore_eos=True)
+            e.step()
+            control = e._parts.control
+            before = e.residency.n_bits
+            wanted = before[:, ::-1].copy()  # the other half of each layer
+            wishes = [
+                Action(layer, expert, tuple(int(w) for w in wanted[layer, expert]))
+                for expert in range(8)
+                for layer in range(2)
+                if wanted[layer, expert, 0] != before[layer, expert, 0]
+            ]
+            control.policy.decide = lambda state, wishes=wishes: wishes
+            control.tick(Pressure(10, 0), force=True)
+            for _ in range(150):
+                e.step()
+            e.residency.check()
+            found[queue] = (e.residency.n_bits == wanted).all()
+            assert (control.report()["granted_late"] > 0) is queue
+            e.cancel(request)
+    assert found[True] and not found[False]
 
 
 # Requests -----------------------------------------------------------------------------------
