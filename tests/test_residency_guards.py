@@ -269,6 +269,8 @@ def hung_worker() -> None:
         watcher.check()
     finally:
         link.wake()
+    assert link.finished.wait(10)
+    threading.Event().wait(0.05)  # for what the thread does with the bytes it copied
     for _ in range(2000):
         residency.used_bytes()  # looks at what the worker reports
         if residency.transitions.supervisor.is_idle:

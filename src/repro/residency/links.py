@@ -88,6 +88,7 @@ class HangingLink:
         self._calls = frozenset(calls)
         self._woken = threading.Event()
         self.hanging = threading.Event()
+        self.finished = threading.Event()  # a copy that hung is over
         self.n_calls = 0
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -97,6 +98,8 @@ class HangingLink:
             self.hanging.set()
             self._woken.wait()
         target.copy_(source)
+        if number in self._calls:
+            self.finished.set()
 
     def wake(self) -> None:
         """Let hanging copies go on."""
