@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from test_reporting_demotion import add_demotion
 from test_reporting_samples import add_activation, add_all, add_models, project
+from test_reporting_serving import add_serving
 
 from repro.files import write_bytes
 from repro.paths import records_dir
@@ -56,6 +57,7 @@ def page(tmp_path_factory):
         add_all(RecordStore("public"))
         for profile in ("tiny", "public"):
             add_demotion(RecordStore(profile))
+            add_serving(RecordStore(profile))
             for file in COMMITTED:  # as real as samples can be
                 write_bytes(RecordStore(profile).root / file.name, file.read_bytes())
         draw_all("tiny")

@@ -32,6 +32,9 @@ EXPERIMENTS: dict[str, str] = {
     "format-curve": "repro.experiments.format_curve",
     "sensitivity": "repro.experiments.sensitivity",
     "demotion": "repro.experiments.demotion",
+    "transitions": "repro.experiments.serving_transitions",
+    "kv-pressure": "repro.experiments.serving_pressure",
+    "serving": "repro.experiments.serving_trial",
 }
 """Name on the command line and of the records file, and the module that measures it."""
 

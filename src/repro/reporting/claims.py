@@ -14,7 +14,7 @@ said to be so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,22 +26,11 @@ from repro.reporting import checks_models as sizes
 from repro.reporting import checks_quality as quality
 from repro.reporting import checks_sensitivity as sens
 from repro.reporting.checks import Case
+from repro.reporting.claim import Claim
+from repro.reporting.claims_serving import SERVING_CLAIMS
 from repro.reporting.records import Record
 
 Verdict = Literal["pass", "fail", "not measured"]
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A sentence of the paper in our words, the tolerance in words, and its check."""
-
-    code: str
-    source: str
-    sentence: str
-    tolerance: str
-    check: Callable[[Sequence[Record]], Iterable[Case]]
-    required: bool = True
-    needs: str = ""  # what would have to be measured first, when nothing is
 
 
 @dataclass(frozen=True)
@@ -346,6 +335,7 @@ CLAIMS: tuple[Claim, ...] = (
         required=False,
         needs=FORMATS,
     ),
+    *SERVING_CLAIMS,
     Claim(
         "T3.1",
         "Table 3",

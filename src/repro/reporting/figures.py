@@ -27,7 +27,9 @@ from repro.reporting import (
     format_figures,
     heavy_tail_figures,
     model_figures,
+    residency_diagram,
     sensitivity_figures,
+    serving_figures,
     style,
 )
 from repro.reporting.checks_sensitivity import DAMAGE, HEADS
@@ -36,6 +38,15 @@ from repro.reporting.grouping import devices, distinct, select
 from repro.reporting.model_records import TRAINING
 from repro.reporting.record_sets import MODELS, footnote, record_sets
 from repro.reporting.records import Record
+from repro.reporting.serving_records import (
+    CHANGING,
+    ENGINE,
+    LENDING,
+    PRESSURE,
+    PROMOTION,
+    SERVING,
+    TRANSITIONS,
+)
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,30 @@ FIGURES: dict[str, FigureSpec] = {
         ("nesting",),
         (NESTING,),
         "What nesting and shared tables cost",
+    ),
+    "serving_promotion": FigureSpec(
+        serving_figures.serving_promotion,
+        (TRANSITIONS,),
+        (PROMOTION,),
+        "One promotion while steps go on",
+    ),
+    "figure4_engine": FigureSpec(
+        residency_diagram.figure4_engine,
+        (TRANSITIONS,),
+        (ENGINE,),
+        "The architecture, drawn from a running engine",
+    ),
+    "serving_pressure": FigureSpec(
+        serving_figures.serving_pressure,
+        (PRESSURE,),
+        (LENDING,),
+        "KV pressure: blocks, bits, quality and latency on one axis",
+    ),
+    "serving_on_off": FigureSpec(
+        serving_figures.serving_on_off,
+        (SERVING,),
+        (CHANGING,),
+        "Decode steps with and without experts that change",
     ),
     "models_training": FigureSpec(
         model_figures.models_training,

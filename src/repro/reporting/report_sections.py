@@ -19,11 +19,22 @@ from repro.reporting import (
     sensitivity_sentences,
     sensitivity_tables,
     sentences,
+    serving_sentences,
+    serving_tables,
 )
 from repro.reporting.checks_sensitivity import DAMAGE, HEADS
 from repro.reporting.format_records import BYTES, CURVE, NESTING, PAGES, SPEED
 from repro.reporting.model_records import EXPERIMENT, QUALITY, TRAINING
 from repro.reporting.records import Record
+from repro.reporting.serving_records import (
+    CHANGING,
+    ENGINE,
+    LENDING,
+    PRESSURE,
+    PROMOTION,
+    SERVING,
+    TRANSITIONS,
+)
 from repro.reporting.tables import Table
 
 
@@ -163,6 +174,43 @@ SECTIONS: tuple[Section, ...] = (
         ),
     ),
     Section(
+        "figure4",
+        "DynaExq Figure 4: the architecture, from a running engine",
+        (ENGINE,),
+        TRANSITIONS,
+        serving_sentences.engine,
+        ("figure4_engine",),
+        (),
+        serving_sentences.engine_paper,
+    ),
+    Section(
+        "transitions",
+        "DynaExq: a promotion while serving",
+        (PROMOTION,),
+        TRANSITIONS,
+        serving_sentences.promotion,
+        ("serving_promotion",),
+        (serving_tables.promotion,),
+    ),
+    Section(
+        "serving",
+        "DynaExq C1 to C3: serving while experts change",
+        (CHANGING,),
+        SERVING,
+        serving_sentences.serving,
+        ("serving_on_off",),
+        (serving_tables.on_off, serving_tables.served),
+    ),
+    Section(
+        "kv-pressure",
+        "PagedWeight: weights give memory to the KV cache",
+        (LENDING,),
+        PRESSURE,
+        serving_sentences.pressure,
+        ("serving_pressure",),
+        (serving_tables.pressure,),
+    ),
+    Section(
         "table3",
         "DynaExq Table 3: models and bytes per expert",
         ("DynaExq Table 3",),
@@ -180,7 +228,6 @@ OPEN_POINTS: tuple[tuple[str, str], ...] = (
     ("DynaExq Table 3, body in version 3", "not available; the rows shown are the authors' draft"),
     ("DynaExq Table 4", "accuracy under a memory cap: not yet reproduced"),
     ("DynaExq Figure 1", "GPU wait under offloading: not yet reproduced"),
-    ("DynaExq Figure 4", "the architecture: to be drawn from the running engine"),
     (
         "DynaExq Figures 6, 7, 9 and 10",
         "latency and throughput: not yet reproduced; the text gives no curve values",
