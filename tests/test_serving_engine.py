@@ -278,8 +278,9 @@ def test_a_callback_that_raises_fails_its_request_alone():
 
 def test_a_step_from_inside_a_callback_is_refused():
     with engine() as e:
-        request = e.submit(PROMPTS[0], 3, on_token=lambda *_: e.step(), ignore_eos=True)
-        assert "called from inside a step" in e.result(request).error
+        for call in (e.step, e.close):
+            request = e.submit(PROMPTS[0], 3, on_token=lambda *_, c=call: c(), ignore_eos=True)
+            assert "called from inside a step" in e.result(request).error
 
 
 def test_a_failure_in_a_step_fails_only_the_request_that_causes_it(monkeypatch):
@@ -392,6 +393,15 @@ def test_prompts_that_cannot_be_served_start_nothing():
         (plain,) = e.generate([PROMPTS[0]], 4)
         for same in (np.array(PROMPTS[0]), torch.tensor([PROMPTS[0]]), [np.array(PROMPTS[0])]):
             assert e.generate(same, 4)[0].token_ids == plain.token_ids
+
+
+def test_watermarks_fit_the_blocks_of_the_start():
+    for n_blocks, marks in ((3, (1, 2)), (8, (2, 7)), (24, (8, 23)), (200, (8, 24))):
+        with engine("pagedweight", kv_bytes=n_blocks * 4096) as e:
+            report = e.snapshot()["policy"]
+            assert (report["low_watermark"], report["high_watermark"]) == marks
+    with engine("pagedweight", kv_bytes=8 * 4096, low_watermark=1, high_watermark=5) as e:
+        assert e.snapshot()["policy"]["high_watermark"] == 5
 
 
 def test_a_prompt_longer_than_all_kv_memory_is_refused_by_size():

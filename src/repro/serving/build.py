@@ -24,6 +24,7 @@ from repro.integration.statistics import DeviceStatistics
 from repro.models.loading import resolve_device
 from repro.policies import POLICIES, ResidualHeads, ServingPolicy, make_policy, policy_options
 from repro.policies import traits as traits_of
+from repro.policies.pagedweight import HIGH_WATERMARK, LOW_WATERMARK
 from repro.residency import Arena, BlockPayload, ExpertResidency, HostStore, choose_page_bytes
 from repro.residency.errors import BudgetError
 from repro.residency.plan import plan_memory
@@ -34,7 +35,7 @@ from repro.serving.calibrated import Calibrated, calibrated
 from repro.serving.clocks import StepClock, WallClock
 from repro.serving.control import Control
 from repro.serving.kv_layout import BLOCK_TOKENS, KVLayout, probe
-from repro.serving.kv_pool import PagedKvPool
+from repro.serving.kv_pool import PagedKvPool, kv_block_bytes
 from repro.serving.options import Options
 from repro.serving.paged_cache import PagedCache
 from repro.serving.payloads import Recipe, Source, fill
@@ -163,6 +164,8 @@ def build(
         wishes.setdefault("clock_unit", clock.unit)
     if "yield_floors" in policy_options(policy):
         wishes.setdefault("yield_floors", True)  # rather fewer bits than a request sent back
+    if "high_watermark" in policy_options(policy):
+        _fit_watermarks(wishes, kv_bytes // kv_block_bytes(layout, page_bytes))
     widths, table = payloads[0][0].widths, known.table
     sizes = _sizes(payloads, page_bytes)
     shape = (len(payloads), payloads[0][0].n_experts)
@@ -353,7 +356,7 @@ def _split(
     budget_bytes: int | None,
 ) -> tuple[int, int]:
     """Arena and initial KV partition, in bytes; what the user said goes first."""
-    block = max(1, layout.block_bytes(page_bytes) or layout.state_bytes(page_bytes))
+    block = kv_block_bytes(layout, page_bytes)
     kv_bytes = options.kv_bytes
     if kv_bytes is None:
         kv_bytes = default_kv_bytes(block, layout.block_tokens, options.max_running)
@@ -366,6 +369,14 @@ def _split(
         left = budget_bytes - budget_bytes // 16 - floor
         kv_bytes = max(block, min(kv_bytes, budget_bytes // 4, left))
     return budget_bytes // page_bytes * page_bytes, kv_bytes
+
+
+def _fit_watermarks(wishes: dict[str, Any], n_blocks: int) -> None:
+    """Watermarks that the KV blocks of the start can reach, or bits would never come back."""
+    if "low_watermark" not in wishes and "high_watermark" not in wishes:
+        low = min(LOW_WATERMARK, n_blocks // 3)
+        wishes["low_watermark"] = low
+        wishes["high_watermark"] = min(HIGH_WATERMARK, max(low + 1, n_blocks - 1))
 
 
 def _n_high(options: dict[str, Any], n_layers: int) -> int | None:

@@ -47,6 +47,7 @@ from repro.serving.snapshot import snapshot
 from repro.serving.stopping import Stopper
 
 _LOG = logging.getLogger("repro.serving")
+_KEPT_RESULTS = 10_000
 
 
 class EngineError(ReproError):
@@ -327,6 +328,8 @@ class Engine:
         completion = completion_of(request)
         self.metrics.add_completion(completion)
         self._ended[request.number] = (request, completion)
+        if len(self._ended) > _KEPT_RESULTS:  # of submitted requests that nobody asks for
+            del self._ended[next(iter(self._ended))]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -372,6 +375,8 @@ class Engine:
         """Stop the worker and give all memory back; a second call does nothing."""
         if self._closed:
             return
+        if self._in_step:
+            raise EngineError("close() was called from inside a step: return from on_token first")
         self._closed = True
         self._conversations.clear()
         parts, self._parts = self._parts, None  # type: ignore[assignment]

@@ -11,6 +11,12 @@ from typing import Any
 
 from repro.contract import Reservation
 from repro.serving.kv_blocks import BlockPlan, BlockTable
+from repro.serving.kv_sizes import KVLayout
+
+
+def kv_block_bytes(layout: KVLayout, page_bytes: int) -> int:
+    """Whole pages of a block; of a request's states if the model keeps nothing per token."""
+    return max(1, layout.block_bytes(page_bytes) or layout.state_bytes(page_bytes))
 
 
 class PagedKvPool:
@@ -55,7 +61,7 @@ class PagedKvPool:
     @property
     def block_bytes(self) -> int:
         """Whole pages of a block; of a request's states if the model keeps nothing per token."""
-        return max(1, self.plan.block_bytes or self.plan.state_bytes)
+        return kv_block_bytes(self.plan.layout, self.plan.page_bytes)
 
     @property
     def blocks_in_use(self) -> int:
