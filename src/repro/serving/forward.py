@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -37,13 +36,6 @@ class TokenContext(Protocol):
     """What the experts function reads; :class:`repro.integration.paged_experts.StepContext`."""
 
     token_mask: Tensor | None  # bool[R * T]; None: all are real
-
-
-@dataclass
-class StepContext:
-    """The smallest context: for models whose experts are where they were."""
-
-    token_mask: Tensor | None = None
 
 
 class _Signature(NamedTuple):

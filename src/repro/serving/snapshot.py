@@ -27,6 +27,10 @@ def snapshot(parts: Parts, metrics: Metrics, events: list[str]) -> dict[str, Any
             "blocks_in_use": parts.kv.blocks_in_use,
             "peak_blocks_in_use": parts.kv.peak_blocks,
         },
+        "experts": {  # of all steps: uses, summed over layers, and matrices decoded for them
+            "read": parts.context.experts_read,
+            "matrices_decoded": parts.context.n_decoded,
+        },
         "attention": parts.attention.report(),
         "requests": {"waiting": len(scheduler.waiting), "running": len(scheduler.running)},
         "metrics": metrics.report(),
