@@ -93,6 +93,8 @@ def _pressure(one: Any, policy: str) -> list[Measurement]:
     for metric in ("free_blocks", "blocks_in_use", "weight_bytes", "used_bytes"):
         found.append(one(names.LENDING, metric, None, series=list(range(n_steps + 1))))
     found.append(one(names.LENDING, "step_s", None, series=[0.0, *[0.03] * n_steps]))
+    fall_and_rise = [8.0, 8.0, 6.0, 6.0, 4.2, 4.2, 7.0, 8.0] if gives else [8.0] * 8
+    found.append(one(names.LENDING, "mean_bits", None, series=fall_and_rise))
     if gives:
         labels: dict[str, Any] = {"sampled_steps": [0, 10, 19]}
         found.append(
@@ -175,6 +177,26 @@ def test_a_slow_copy_is_told_from_the_pace_around_it(tmp_path):
         for r in records
     ]
     assert verdict("C2.2", slow) == "fail"
+
+
+def test_a_wait_that_nobody_booked_is_seen_in_the_steps(records):
+    """All of a copy in one step, as if it had been waited for; the books say 0 s."""
+    waited = [
+        Record.from_dict({**r.to_dict(), "series": [0.0, 0.2, 0.42] if "began" in r.metric else
+                          [0.019, 0.41, 0.44]})
+        if r.metric in ("step_began_s", "step_ended_s") else r
+        for r in records
+    ]  # fmt: skip
+    assert verdict("C2", waited) == "fail"
+
+
+def test_a_width_that_goes_to_and_fro_is_seen(records):
+    flapping = [
+        Record.from_dict({**r.to_dict(), "series": [8.0, 6.0, 7.0, 5.0, 8.0]})
+        if r.metric == "mean_bits" else r
+        for r in records
+    ]  # fmt: skip
+    assert verdict("C3", flapping) == "fail"
 
 
 OURS = ("serving_promotion", "figure4_engine", "serving_pressure", "serving_on_off")

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from repro.reporting.checks import Case
 from repro.reporting.records import Record
 from repro.reporting.serving_records import (
@@ -19,6 +21,7 @@ from repro.reporting.serving_records import (
     KEEPS,
     LAYOUTS,
     Point,
+    copy_span,
     pressures,
     promotions,
     series,
@@ -27,6 +30,7 @@ from repro.reporting.serving_records import (
 )
 
 STEPS_ON_OLD = 5  # steps that one copy spans at least
+STOOD_STILL = 0.8  # of a copy inside one step: a step that waits holds nearly all of it
 SLOWER = 1.25  # median step with experts changing at every step, over none changing
 DEVICE_SHARE = 0.05  # of the arena, that the driver may count beyond the ledger
 GROWTH = 4  # KV blocks at the peak over those at the start
@@ -60,7 +64,11 @@ def _cap(name: str, point: Point) -> Case:
 
 
 def never_waits(records: Sequence[Record]) -> Iterator[Case]:
-    """Seconds that forward passes stood still for weights."""
+    """Seconds that the engine booked as waiting, and whether a step held a copy.
+
+    The books count copies that are made between steps; a wait in a lock or on a stream would
+    not be in them.  It is in the times: a step that waits lasts as long as what it waits for.
+    """
     waits: list[tuple[str, float]] = []
     for device, layout, point in promotions(records):
         waits.append((f"one promotion, {LAYOUTS[layout]} on {device}", _waited(point)))
@@ -69,6 +77,22 @@ def never_waits(records: Sequence[Record]) -> Iterator[Case]:
         waits.append((f"{model}, {LAYOUTS[layout]} on {device}", waited))
     for name, waited in waits:
         yield Case(name, waited == 0, f"{waited:g} s waited for weights", -waited)
+    for device, layout, point in promotions(records):
+        held = _held(point)
+        yield Case(
+            f"longest step of a copy, {LAYOUTS[layout]} on {device}",
+            held <= STOOD_STILL,
+            f"one step holds at most {100 * held:.0f} % of the copy",
+            STOOD_STILL - held,
+        )
+
+
+def _held(point: Point) -> float:
+    """Largest share of a copy that fell into one step."""
+    first, last = copy_span(point)
+    began = np.maximum(series(point, "step_began_s"), first)
+    ended = np.minimum(series(point, "step_ended_s"), last)
+    return float((ended - began).max() / (last - first))
 
 
 def _waited(point: Point) -> float:
@@ -103,7 +127,10 @@ def steps_keep_pace(records: Sequence[Record]) -> Iterator[Case]:
 
 
 def changes_are_bounded(records: Sequence[Record]) -> Iterator[Case]:
-    """Every accepted change ends once; one swing of memory moves an expert there and back."""
+    """Every accepted change ends once; one swing of memory takes the widths there and back.
+
+    An alternating trace, which hysteresis must bound, is not in these records.
+    """
     for device, model, layout, point in servings(records):
         accepted, published = value(point, "changes_accepted"), value(point, "changes_published")
         yield Case(
@@ -117,12 +144,20 @@ def changes_are_bounded(records: Sequence[Record]) -> Iterator[Case]:
             continue
         moved = value(point, "promotions") + value(point, "demotions")
         most = 2.0 * (N_WIDTHS - 1) * _experts(point)
+        turns = _turns(series(point, "mean_bits"))
         yield Case(
             f"KV pressure on {device}",
-            moved <= most,
-            f"{moved:.0f} changes, at most {most:.0f} if every width is passed once each way",
+            moved <= most and turns <= 1,
+            f"{moved:.0f} changes, at most {most:.0f} if every width is passed once each way; "
+            f"the mean width turned {turns} times",
             1 - moved / most,
         )
+
+
+def _turns(levels: Sequence[float]) -> int:
+    """How often a series that fell rose, or one that rose fell."""
+    moves = np.sign(np.diff(levels))
+    return int((np.diff(moves[moves != 0]) != 0).sum())
 
 
 def _experts(point: Point) -> int:
